@@ -1,0 +1,18 @@
+"""hcurv: the Gauss-Newton Hessian of a PyTorch network as a matrix that can be used."""
+
+from hcurv import losses
+from hcurv.gauss_newton import GaussNewton
+from hcurv.memory import InsufficientMemoryError
+from hcurv.network import UnsupportedModelError
+from hcurv.operators import EntrySource, SymmetricOperator
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "EntrySource",
+    "GaussNewton",
+    "InsufficientMemoryError",
+    "SymmetricOperator",
+    "UnsupportedModelError",
+    "losses",
+]

@@ -1,0 +1,76 @@
+"""Turn what users write between brackets into index tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+__all__ = ["Index", "Indices", "is_integer", "resolve_indices"]
+
+Indices: TypeAlias = Tensor | Sequence[int] | slice | range | npt.NDArray[np.integer]
+Index: TypeAlias = int | Indices
+
+_EXPECTED = "integers: a list, range, slice, NumPy array or tensor, or a boolean mask of length N"
+
+
+def is_integer(index: object) -> bool:
+    """Whether ``index`` stands for a single position."""
+    if isinstance(index, Tensor):
+        return index.ndim == 0 and _holds_integers(index)
+    return isinstance(index, int | np.integer) and not isinstance(index, bool)
+
+
+def _holds_integers(tensor: Tensor) -> bool:
+    kind = tensor.dtype
+    return not (kind.is_floating_point or kind.is_complex or kind == torch.bool)
+
+
+def resolve_indices(indices: Index, size: int, device: torch.device, name: str) -> Tensor:
+    """Resolve ``indices`` into a one-dimensional int64 tensor of values in ``[0, size)``.
+
+    Negative integers count from the end, as in Python; a boolean mask selects where it is true.
+
+    Args:
+        indices: what the user gave.
+        size: the number of rows or columns.
+        device: where the result lives.
+        name: "rows" or "cols", for messages.
+
+    Raises:
+        TypeError: ``indices`` are not integers.
+        IndexError: an index is out of range, or a mask has the wrong length.
+    """
+    if isinstance(indices, slice):
+        return torch.arange(*indices.indices(size), device=device)
+    if isinstance(indices, range):
+        indices = torch.arange(indices.start, indices.stop, indices.step)
+    try:
+        index = torch.as_tensor(indices, device=device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} must be {_EXPECTED}; got {type(indices).__name__}") from error
+    if index.dtype == torch.bool:
+        if index.shape != (size,):
+            raise IndexError(
+                f"a boolean mask for {name} must have shape ({size},); got {tuple(index.shape)}"
+            )
+        return index.nonzero().squeeze(1)
+    if index.numel() == 0 and not isinstance(indices, Tensor | np.ndarray):
+        index = index.long()  # an empty list has no type of its own
+    if not _holds_integers(index):
+        raise TypeError(f"{name} must be {_EXPECTED}; got values of type {index.dtype}")
+    if index.ndim > 1:
+        raise TypeError(f"{name} must be one-dimensional; got shape {tuple(index.shape)}")
+    index = index.long().reshape(-1)
+    if index.numel():
+        low, high = int(index.min()), int(index.max())
+        if low < -size or high >= size:
+            worst = low if low < -size else high
+            raise IndexError(f"{name} must lie in [0, {size}); got {worst}")
+        if low < 0:
+            index = torch.where(index < 0, index + size, index)
+    return index
