@@ -113,6 +113,11 @@ class _Side:
     def __len__(self) -> int:
         return self.units.numel()
 
+    @property
+    def in_order(self) -> bool:
+        """Whether sorting changed nothing."""
+        return torch.equal(self.order, torch.arange(len(self), device=self.order.device))
+
     def split(self, unit: int) -> tuple[_Side, _Side]:
         """The parts below and from a unit on."""
         cut = int((self.units < unit).sum())
@@ -132,8 +137,10 @@ class _Side:
 
 def block(factors: LayerFactors, rows: Tensor, cols: Tensor, workspace: int) -> Tensor:
     """The dense block rows x cols, within ``workspace`` bytes of temporary memory."""
-    result = factors.inputs.new_zeros(rows.numel(), cols.numel())
     symmetric = rows.numel() == cols.numel() and torch.equal(rows, cols)
+    if max(rows.numel(), cols.numel()) <= _TILE:
+        return _tile(factors, rows, cols, symmetric, workspace)
+    result = factors.inputs.new_empty(rows.numel(), cols.numel())
     for top in range(0, rows.numel(), _TILE):
         row_range = slice(top, top + _TILE)
         for left in range(top if symmetric else 0, cols.numel(), _TILE):
@@ -155,17 +162,17 @@ def _tile(
     num_hidden = factors.jacobian.num_hidden
     row_hidden, row_tail = row_side.split(num_hidden)
     col_hidden, col_tail = (row_hidden, row_tail) if symmetric else col_side.split(num_hidden)
+    all_hidden = len(row_hidden) == len(rows) and len(col_hidden) == len(cols)
+    if all_hidden and len(rows) and len(cols) and row_side.in_order and col_side.in_order:
+        return _hidden_block(factors, row_hidden, col_hidden, symmetric, workspace)
     result = factors.inputs.new_zeros(len(row_side), len(col_side))
 
     def put(row: _Side, col: _Side, values: Tensor) -> None:
         result[row.order[:, None], col.order] = values
 
     if len(row_hidden) and len(col_hidden):
-        put(
-            row_hidden,
-            col_hidden,
-            _hidden_block(factors, row_hidden, col_hidden, symmetric, workspace),
-        )
+        values = _hidden_block(factors, row_hidden, col_hidden, symmetric, workspace)
+        put(row_hidden, col_hidden, values)
     if len(row_hidden) and len(col_tail):
         values = _by_units(factors, row_hidden, col_tail, False, workspace)
         put(row_hidden, col_tail, values)

@@ -22,6 +22,10 @@ from hcurv.output_jacobian import NarrowJacobian, OutputJacobian, WideJacobian
 __all__ = ["FactorPlan", "LayerFactors", "LayerSlot", "compute_factors", "plan_factors"]
 
 
+# Points propagated at a time, at most: more fill no larger matrix products, only more memory.
+_BATCH_SIZE = 512
+
+
 @dataclass(frozen=True)
 class LayerSlot:
     """Where a layer with trainable parameters lies among units, inputs and flat parameters.
@@ -228,7 +232,8 @@ def _without_tiny(values: Tensor) -> Tensor:
 
 
 def _scale_columns(factor: Tensor, slopes: Tensor | None) -> Tensor:
-    return factor if slopes is None else factor * slopes[:, None, :]
+    """C M for C of shape (d, q, b) and the diagonal of M, (b, d)."""
+    return factor if slopes is None else factor * slopes.T[:, None, :]
 
 
 def _fill(storage: _Storage, network: Network, root: Tensor, batch: _ForwardPass) -> None:
@@ -253,20 +258,21 @@ def _fill(storage: _Storage, network: Network, root: Tensor, batch: _ForwardPass
         if plan.wide:
             width = weight.shape[1]
             ones = weight.new_ones(1) if slopes is None else slopes
-            factor = torch.diag_embed(ones.expand(root.shape[0], width))
+            factor = torch.diag_embed(ones.expand(root.shape[0], width)).permute(2, 1, 0)
         else:
-            factor = _scale_columns(tail[:, :, None] * weight, slopes)
+            factor = _scale_columns(weight.T[:, :, None] * tail.T, slopes)
     else:
-        factor = _scale_columns(root, batch.slopes[position])
+        factor = _scale_columns(root.permute(2, 1, 0), batch.slopes[position])
     units_at = {slot.position: slot.units for slot in plan.hidden}
     while True:
         if position in units_at:
-            storage.factor[units_at[position], :, points] = _without_tiny(factor).permute(2, 1, 0)
+            storage.factor[units_at[position], :, points] = _without_tiny(factor)
         if position == network.first_trainable:
             break
         weight = network.layers[position].weight
         position -= 1
-        factor = _scale_columns(factor @ weight, batch.slopes[position])
+        moved = (weight.T @ factor.flatten(1)).view(-1, *factor.shape[1:])
+        factor = _scale_columns(moved, batch.slopes[position])
     if storage.gram is not None:
         _fill_gram(storage, network.layers[-1].weight, tail, points)
 
@@ -366,7 +372,8 @@ def compute_factors(
         f" parameters (its workspace of {format_bytes(workspace)} included)",
         _WAYS_OUT,
     )
-    batch_size = max(1, workspace // (plan.floats_per_point * network.dtype.itemsize))
+    fitting = workspace // (plan.floats_per_point * network.dtype.itemsize)
+    batch_size = max(1, min(fitting, _BATCH_SIZE))
     storage = _Storage.reserve(plan, network)
     start = 0
     for inputs, _ in batches.reread(survey):

@@ -14,13 +14,31 @@ hidden layer, and the Gram forms of hidden units are stored instead.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["FEW_COLUMNS", "NarrowJacobian", "OutputJacobian", "WideJacobian"]
+__all__ = ["FEW_COLUMNS", "NarrowJacobian", "OutputJacobian", "UnitParts", "WideJacobian"]
+
+class UnitParts(Protocol):
+    """A quantity u[μ, i, :] per unit, point and column that is read, and one, z, that is written.
+
+    Neither is ever there as a whole: they come and go in ranges of units, (units, b, k) at a time.
+    """
+
+    hidden: Sequence[slice]
+    tail: Sequence[slice]
+    num_columns: int
+
+    def read(self, units: slice) -> Tensor:
+        """u of a range of units; the caller may overwrite it."""
+
+    def write(self, units: slice, values: Tensor) -> None:
+        """z of a range of units."""
+
 
 # Below this many right-hand sides elementwise passes over the factors beat batched products.
 FEW_COLUMNS = 16
@@ -61,12 +79,8 @@ class OutputJacobian(ABC):
         """Multiplications per point for the Gram form of one pair of hidden units."""
 
     @abstractmethod
-    def forward(self, columns: Iterable[Tensor], points: slice) -> Tensor:
-        """Σ_ℓ C^ℓ u^ℓ at some points, (b, q, k), from one u^ℓ of shape (d_ℓ, b, k) per layer."""
-
-    @abstractmethod
-    def backward(self, outputs: Tensor, points: slice) -> Iterator[Tensor]:
-        """(C^ℓ)ᵀ y of shape (d_ℓ, b, k) for each layer in turn, from y of shape (b, q, k)."""
+    def apply_normal(self, parts: UnitParts, points: slice) -> None:
+        """z = CᵀCu at some points: reads u and writes z part by part."""
 
     @abstractmethod
     def hidden_gram(
@@ -77,6 +91,14 @@ class OutputJacobian(ABC):
     @abstractmethod
     def cross_gram(self, hidden: Tensor | int, tail: Tensor | int, points: slice) -> Tensor:
         """g[hidden, tail] of hidden units with units of the tail (numbered from 0), (pairs, b)."""
+
+    def _tail_rows(self, units: slice) -> slice:
+        """Units of the tail, numbered from 0."""
+        return slice(units.start - self.num_hidden, units.stop - self.num_hidden)
+
+    def _tail(self, rows: slice, points: slice) -> Tensor:
+        assert self.tail is not None
+        return self.tail[rows, points]
 
     def tail_gram(self, tail: Tensor, points: slice) -> Tensor:
         """g[tail, tail] of single units of the tail; between two of them it is zero."""
@@ -89,24 +111,33 @@ class OutputJacobian(ABC):
         return self.hidden_gram(index, index, points)
 
 
-def _contract(factor: Tensor, columns: Tensor) -> Tensor:
-    """Σ_μ factor[μ, :, i] columns[μ, i, :]: (d, q, b) and (d, b, k) to (b, q, k)."""
-    if columns.shape[2] < FEW_COLUMNS:
-        parts = [(factor * column[:, None]).sum(0).T for column in columns.unbind(2)]
-        return torch.stack(parts, dim=2)
-    return torch.bmm(factor.permute(2, 1, 0).contiguous(), columns.permute(1, 0, 2))
+_CACHE_FLOATS = 2**19  # of an accumulator in elementwise passes over a factor
+
+
+def _contract(factor: Tensor, columns: Tensor, result: Tensor) -> None:
+    """Add Σ_μ factor[μ, :, i] columns[μ, i, :]: (d, q, b) and (d, b, k) to (b, q, k)."""
+    if columns.shape[2] >= FEW_COLUMNS:
+        result.baddbmm_(factor.permute(2, 1, 0).contiguous(), columns.permute(1, 0, 2))
+        return
+    step = max(1, _CACHE_FLOATS // (factor.shape[1] * factor.shape[2]))
+    for column, output in zip(columns.unbind(2), result.unbind(2), strict=True):
+        sums = factor[:step] * column[:step, None]
+        for rest, weights in zip(factor[step:].split(step), column[step:].split(step), strict=True):
+            sums[: rest.shape[0]].addcmul_(rest, weights[:, None])
+        output += sums.sum(0).T
 
 
 def _expand(factor: Tensor, outputs: Tensor) -> Tensor:
     """Σ_q factor[μ, q, i] outputs[i, q, :]: (d, q, b) and (b, q, k) to (d, b, k)."""
-    num_units, _, num_points = factor.shape
+    num_units, num_rows, num_points = factor.shape
     num_columns = outputs.shape[2]
-    if num_columns < FEW_COLUMNS:
-        parts = [(factor * output.T).sum(1) for output in outputs.unbind(2)]
-        return torch.stack(parts).permute(1, 2, 0)
-    result = factor.new_empty(num_units, num_points, num_columns)
-    torch.bmm(factor.permute(2, 0, 1).contiguous(), outputs, out=result.permute(1, 0, 2))
-    return result
+    if num_columns >= FEW_COLUMNS:
+        return torch.bmm(factor.permute(2, 0, 1).contiguous(), outputs).transpose(0, 1)
+    result = factor.new_zeros(num_columns, num_units, num_points)
+    for target, output in zip(result, outputs.permute(2, 1, 0).contiguous(), strict=True):
+        for row in range(num_rows):
+            target.addcmul_(factor[:, row], output[row])
+    return result.permute(1, 2, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +157,7 @@ class NarrowJacobian(OutputJacobian):
 
     @property
     def num_rows(self) -> int:
-        """Q, the number of rows of C_i."""
+        """The number q of rows of C_i."""
         return self.factor.shape[1]
 
     @property
@@ -134,25 +165,22 @@ class NarrowJacobian(OutputJacobian):
         """One inner product of columns."""
         return self.num_rows
 
-    def forward(self, columns: Iterable[Tensor], points: slice) -> Tensor:
-        """Σ_ℓ C^ℓ u^ℓ."""
-        result: Tensor | None = None
-        remaining = iter(columns)
-        for layer in self.hidden_layers:
-            part = _contract(self.factor[layer, :, points], next(remaining))
-            result = part if result is None else result.add_(part)
-        if self.tail is not None and self.tail_trainable:
-            part = (next(remaining) * self.tail[:, points, None]).transpose(0, 1)
-            result = part if result is None else result.add_(part)
-        assert result is not None
-        return result
-
-    def backward(self, outputs: Tensor, points: slice) -> Iterator[Tensor]:
-        """(C^ℓ)ᵀ y for each layer."""
-        for layer in self.hidden_layers:
-            yield _expand(self.factor[layer, :, points], outputs)
-        if self.tail is not None and self.tail_trainable:
-            yield outputs.transpose(0, 1) * self.tail[:, points, None]
+    def apply_normal(self, parts: UnitParts, points: slice) -> None:
+        """y = Cu, then z = Cᵀy."""
+        num_points = points.stop - points.start
+        outputs = self.factor.new_zeros(num_points, self.num_rows, parts.num_columns)
+        for units in parts.hidden:
+            _contract(self.factor[units, :, points], parts.read(units), outputs)
+        for units in parts.tail:
+            rows = self._tail_rows(units)
+            scaled = parts.read(units) * self._tail(rows, points)[:, :, None]
+            outputs[:, rows] += scaled.transpose(0, 1)
+        for units in parts.hidden:
+            parts.write(units, _expand(self.factor[units, :, points], outputs))
+        for units in parts.tail:
+            rows = self._tail_rows(units)
+            scaled = outputs[:, rows].transpose(0, 1) * self._tail(rows, points)[:, :, None]
+            parts.write(units, scaled)
 
     def columns(self, units: Tensor, points: slice) -> Tensor:
         """C_i[:, μ] of some hidden units, (units, q, b), a copy."""
@@ -203,7 +231,7 @@ class WideJacobian(OutputJacobian):
 
     @property
     def num_rows(self) -> int:
-        """Q, the number of rows of C_i."""
+        """The number q of rows of C_i."""
         return self.head.shape[0]
 
     @property
@@ -211,27 +239,27 @@ class WideJacobian(OutputJacobian):
         """Nothing: the Gram forms are stored."""
         return 0
 
-    def forward(self, columns: Iterable[Tensor], points: slice) -> Tensor:
-        """diag(c)(W_L Σ_ℓ B^ℓ u^ℓ + u^L)."""
-        remaining = iter(columns)
-        reached: Tensor | None = None
-        for layer in self.hidden_layers:
-            part = _contract(self.interface[layer, :, points], next(remaining))
-            reached = part if reached is None else reached.add_(part)
-        assert reached is not None
-        result = torch.matmul(self.head, reached)
-        if self.tail_trainable:
-            result += next(remaining).transpose(0, 1)
-        return result.mul_(self.tail[:, points].T[:, :, None])
-
-    def backward(self, outputs: Tensor, points: slice) -> Iterator[Tensor]:
-        """(B^ℓ)ᵀ W_Lᵀ diag(c) y for the hidden layers, then diag(c) y."""
-        scaled = outputs * self.tail[:, points].T[:, :, None]
-        reached = torch.matmul(self.head.T, scaled)
-        for layer in self.hidden_layers:
-            yield _expand(self.interface[layer, :, points], reached)
-        if self.tail_trainable:
-            yield scaled.transpose(0, 1)
+    def apply_normal(self, parts: UnitParts, points: slice) -> None:
+        """With s = Bu: z_L = c²(W_L s + u_L), then z = Bᵀ W_Lᵀ z_L; no q x b x k array is formed."""
+        num_points, num_columns = points.stop - points.start, parts.num_columns
+        reached = self.head.new_zeros(num_points, self.head.shape[1], num_columns)
+        for units in parts.hidden:
+            _contract(self.interface[units, :, points], parts.read(units), reached)
+        reached = reached.transpose(0, 1).reshape(-1, num_points * num_columns)
+        returned = torch.zeros_like(reached)
+        for units in parts.tail:
+            rows = self._tail_rows(units)
+            head = self.head[rows]
+            through = (head @ reached).view(-1, num_points, num_columns)
+            if self.tail_trainable:
+                through += parts.read(units)
+            through *= self._tail(rows, points).square()[:, :, None]
+            if self.tail_trainable:
+                parts.write(units, through)
+            returned.addmm_(head.T, through.view(head.shape[0], -1))
+        returned = returned.view(-1, num_points, num_columns).transpose(0, 1).contiguous()
+        for units in parts.hidden:
+            parts.write(units, _expand(self.interface[units, :, points], returned))
 
     def hidden_gram(
         self, first: Tensor | int, second: Tensor, points: slice, scratch: Tensor | None = None

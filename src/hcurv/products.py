@@ -21,43 +21,79 @@ from hcurv.losses import Loss
 from hcurv.network import Network
 from hcurv.output_jacobian import FEW_COLUMNS
 
-__all__ = ["diagonal", "gradient", "jacobian_product", "jacobian_transpose_product", "product"]
+__all__ = ["diagonal", "gradient", "product"]
 
 # Fewer points than this per pass, and reading the operands outweighs the arithmetic.
 _MIN_POINTS = 512
+# Floats of u and of z that exist at a time; larger temporaries cost fresh memory pages.
+_PART_FLOATS = 2**21
 
 
 def product(factors: LayerFactors, rhs: Tensor, workspace: int) -> Tensor:
     """H @ rhs for rhs of shape (N, k), within ``workspace`` bytes of temporary memory."""
     result = torch.zeros_like(rhs, memory_format=torch.contiguous_format)
-    step, points_step = _steps(factors, rhs.shape[1], workspace)
-    for start in range(0, rhs.shape[1], step):
-        columns = rhs[:, start : start + step].contiguous()
+    num_columns, num_points = _steps(factors, rhs.shape[1], workspace)
+    for start in range(0, rhs.shape[1], num_columns):
+        columns = rhs[:, start : start + num_columns].contiguous()
         target = result if columns.shape == rhs.shape else torch.zeros_like(columns)
-        for points in _point_slices(factors.num_points, points_step):
-            outputs = jacobian_product(factors, columns, points)
-            jacobian_transpose_product(factors, outputs, points, target)
+        for points in _point_slices(factors.num_points, num_points):
+            factors.jacobian.apply_normal(_ProductParts(factors, columns, target, points), points)
         if target is not result:
-            result[:, start : start + step] = target
+            result[:, start : start + num_columns] = target
     return result
 
 
-def jacobian_product(factors: LayerFactors, columns: Tensor, points: slice) -> Tensor:
-    """R_i J_i ŵ at some points, (b, q, k), for contiguous columns ŵ of shape (N, k)."""
-    inputs = factors.inputs[:, points]
-    units = (_linearised_forward(slot, inputs[slot.inputs], columns) for slot in factors.slots)
-    return factors.jacobian.forward(units, points)
+def _steps(factors: LayerFactors, num_columns: int, workspace: int) -> tuple[int, int]:
+    """Columns and points to take at a time so that temporaries fit into the workspace."""
+    # A quarter for the outputs y, as much for their copies, the rest for parts and slack.
+    budget = max(1, workspace // (4 * factors.inputs.dtype.itemsize))
+    rows = factors.jacobian.tensors[0].shape[1]
+    points = min(factors.num_points, _MIN_POINTS)
+    columns = min(num_columns, max(FEW_COLUMNS, budget // (rows * points)))
+    return columns, max(1, budget // (rows * columns))
 
 
-def jacobian_transpose_product(
-    factors: LayerFactors, outputs: Tensor, points: slice, target: Tensor
-) -> None:
-    """Add Σ_i (R_i J_i)ᵀ y_i over some points to ``target``, (N, k), from y of shape (b, q, k)."""
-    inputs = factors.inputs[:, points]
-    for slot, units in zip(
-        factors.slots, factors.jacobian.backward(outputs, points), strict=True
-    ):
-        _accumulate(slot, inputs[slot.inputs], units, target)
+class _ProductParts:
+    """u = Ŵx and the sum (Hŵ) = Σ zxᵀ over some points, by ranges of units."""
+
+    def __init__(
+        self, factors: LayerFactors, columns: Tensor, target: Tensor, points: slice
+    ) -> None:
+        self._inputs = factors.inputs[:, points]
+        self._columns = columns
+        self._target = target
+        self._slots: dict[int, LayerSlot] = {}
+        self.num_columns = columns.shape[1]
+        self.hidden: list[slice] = []
+        self.tail: list[slice] = []
+        jacobian = factors.jacobian
+        rows = jacobian.tensors[0].shape[1]
+        per_unit = self._inputs.shape[1] * max(self.num_columns, rows)
+        step = max(1, _PART_FLOATS // per_unit)
+        for slot in factors.slots:
+            for units in _ranges(slot.units, step):
+                self._slots[units.start] = slot
+                (self.hidden if units.start < jacobian.num_hidden else self.tail).append(units)
+        if not jacobian.tail_trainable and jacobian.tail is not None:
+            stop = jacobian.num_hidden + jacobian.num_rows
+            self.tail = list(_ranges(slice(jacobian.num_hidden, stop), step))
+
+    def read(self, units: slice) -> Tensor:
+        """u = Ŵx, (units, b, k)."""
+        slot = self._slots[units.start]
+        weight, bias = _parts(slot, units, self._columns)
+        inputs = self._inputs[slot.inputs]
+        return _linearised_forward(weight, bias, inputs, units.stop - units.start, self._columns)
+
+    def write(self, units: slice, values: Tensor) -> None:
+        """Add zxᵀ to the result."""
+        slot = self._slots[units.start]
+        _accumulate(slot, units, self._inputs[slot.inputs], values, self._target)
+
+
+def _ranges(whole: slice, step: int) -> Iterator[slice]:
+    for start in range(whole.start, whole.stop, step):
+        yield slice(start, min(start + step, whole.stop))
 
 
 def diagonal(factors: LayerFactors, workspace: int) -> Tensor:
@@ -75,7 +111,7 @@ def diagonal(factors: LayerFactors, workspace: int) -> Tensor:
                 norms = jacobian.tail[:, points].square()
             else:
                 norms = jacobian.squared_norms(slot.units, points)
-            _accumulate(slot, inputs[slot.inputs], norms[:, :, None], result)
+            _accumulate(slot, slot.units, inputs[slot.inputs], norms[:, :, None], result)
     return result.squeeze(1)
 
 
@@ -110,66 +146,58 @@ def gradient(
                 adjoint = adjoint * slope
             if position in slots:
                 slot = slots[position]
-                _accumulate(slot, inputs[slot.inputs], adjoint.T[:, :, None], result)
+                values = adjoint.T[:, :, None]
+                _accumulate(slot, slot.units, inputs[slot.inputs], values, result)
             adjoint = adjoint @ layers[position].weight
     return result.squeeze(1)
 
 
-def _steps(factors: LayerFactors, num_columns: int, workspace: int) -> tuple[int, int]:
-    """Columns and points to take at a time so that temporaries fit into the workspace."""
-    itemsize = factors.inputs.dtype.itemsize
-    jacobian = factors.jacobian
-    widest = max(slot.units.stop - slot.units.start for slot in factors.slots)
-    copied = widest * jacobian.tensors[0].shape[1]  # a layer's factor, transposed or multiplied
-    per_column = 3 * jacobian.num_rows + 2 * widest
-    budget = max(1, workspace // itemsize)
-    points = min(factors.num_points, _MIN_POINTS)
-    columns = max(1, (budget // points - copied) // per_column)
-    columns = min(num_columns, max(columns, FEW_COLUMNS))
-    return columns, max(1, budget // (copied + per_column * columns))
+def _point_slices(num_points: int, most: int) -> Iterator[slice]:
+    """Slices of nearly equal length, none longer than ``most``."""
+    count = -(-num_points // most)
+    yield from _ranges(slice(0, num_points), -(-num_points // count))
 
 
-def _point_slices(num_points: int, step: int) -> Iterator[slice]:
-    for start in range(0, num_points, step):
-        yield slice(start, min(start + step, num_points))
-
-
-def _parts(slot: LayerSlot, flat: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Views of a flat (N, k) array: the layer's weight (d, d_in, k) and bias (d, k)."""
-    layer, num_columns = slot.layer, flat.shape[1]
-    weight = bias = None
+def _parts(slot: LayerSlot, units: slice, flat: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Views of a flat (N, k) array: weights (units, d_in, k) and biases (units, k) of a layer."""
+    layer, weight, bias = slot.layer, None, None
+    first, last = units.start - slot.units.start, units.stop - slot.units.start
     if layer.weight_offset is not None:
-        rows = flat[layer.weight_offset : layer.weight_offset + layer.weight.numel()]
-        weight = rows.view(layer.out_features, layer.in_features, num_columns)
+        begin, width = layer.weight_offset, layer.in_features
+        weight = flat[begin + first * width : begin + last * width]
+        weight = weight.view(last - first, width, flat.shape[1])
     if layer.bias_offset is not None:
-        bias = flat[layer.bias_offset : layer.bias_offset + layer.out_features]
+        bias = flat[layer.bias_offset + first : layer.bias_offset + last]
     return weight, bias
 
 
-def _linearised_forward(slot: LayerSlot, inputs: Tensor, columns: Tensor) -> Tensor:
-    """u_i = Ŵ x_i, (d, b, k)."""
-    weight, bias = _parts(slot, columns)
-    features = inputs[: slot.layer.in_features]
-    num_units, num_columns = slot.layer.out_features, columns.shape[1]
+def _linearised_forward(
+    weight: Tensor | None, bias: Tensor | None, inputs: Tensor, num_units: int, columns: Tensor
+) -> Tensor:
+    """u_i = Ŵ x_i, (units, b, k)."""
+    num_columns = columns.shape[1]
     if weight is None:
-        units = columns.new_zeros(num_units, inputs.shape[1], num_columns)
+        units = inputs.new_zeros(num_units, inputs.shape[1], num_columns)
     elif num_columns < FEW_COLUMNS:
-        rows = weight.permute(2, 0, 1).reshape(-1, slot.layer.in_features)
+        features = inputs[: weight.shape[1]]
+        rows = weight.permute(2, 0, 1).reshape(-1, weight.shape[1])
         units = (rows @ features).view(num_columns, num_units, -1).permute(1, 2, 0)
     else:
-        units = torch.matmul(features.T, weight)
+        units = torch.matmul(inputs[: weight.shape[1]].T, weight)
     return units if bias is None else units.add_(bias[:, None])
 
 
-def _accumulate(slot: LayerSlot, inputs: Tensor, units: Tensor, target: Tensor) -> None:
-    """Add Σ_i units[μ, i, :] x_i[ν] to the layer's part of ``target``."""
-    weight, bias = _parts(slot, target)
-    features = inputs[: slot.layer.in_features]
-    num_units, _, num_columns = units.shape
+def _accumulate(
+    slot: LayerSlot, units: slice, inputs: Tensor, values: Tensor, target: Tensor
+) -> None:
+    """Add Σ_i values[μ, i, :] x_i[ν] to the layer's part of ``target``."""
+    weight, bias = _parts(slot, units, target)
+    num_units, _, num_columns = values.shape
     if weight is not None and num_columns < FEW_COLUMNS:
-        rows = units.permute(2, 0, 1).reshape(num_columns * num_units, -1)
-        weight += (rows @ features.T).view(num_columns, num_units, -1).permute(1, 2, 0)
+        rows = values.permute(2, 0, 1).reshape(num_columns * num_units, -1)
+        added = rows @ inputs[: weight.shape[1]].T
+        weight += added.view(num_columns, num_units, -1).permute(1, 2, 0)
     elif weight is not None:
-        weight.baddbmm_(features.expand(num_units, -1, -1), units)
+        weight.baddbmm_(inputs[: weight.shape[1]].expand(num_units, -1, -1), values)
     if bias is not None:
-        bias += units.sum(1)
+        bias += values.sum(1)

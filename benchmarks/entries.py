@@ -1,0 +1,106 @@
+"""Exact entries, blocks and products, side by side with curvlinops in one run.
+
+    make bench BENCH=entries DATA=folder-with-mnist-and-cifar10
+
+Part 1 needs no data: MLP 784-256-256-10, n = 1000, float32. Part 2 is the precomputation for the
+reference classifiers (c) and (d) at n = 10,000.
+"""
+
+from __future__ import annotations
+
+import torch
+from measure import best_time, describe_machine, parse_data_argument, peak_extra_bytes, sgemm_rate
+from torch import nn
+
+import hcurv
+from hcurv.experiments.reference_networks import REFERENCE_NETWORKS, build_mlp, train
+
+MB = 1e6
+
+
+def entries_and_products() -> None:
+    """Part 1: against curvlinops' GGNLinearOperator."""
+    from curvlinops import GGNLinearOperator
+
+    generator = torch.Generator().manual_seed(0)
+    model = build_mlp((784, 256, 256, 10), nn.ReLU)
+    num_points = 1000
+    inputs = torch.rand(num_points, 784, generator=generator)
+    labels = torch.randint(0, 10, (num_points,), generator=generator)
+    loss = nn.CrossEntropyLoss()
+    theirs = GGNLinearOperator(
+        model, loss, list(model.parameters()), [(inputs, labels)], check_deterministic=False
+    )
+    ours = hcurv.GaussNewton(model, loss, inputs)
+    size = ours.shape[0]
+    vector, matrix = torch.randn(size), torch.randn(size, 128)
+
+    rate = sgemm_rate()
+    print(f"sgemm: {rate / 1e9:.0f} GFlop/s; N = {size}, n = {num_points}")
+    difference = (ours @ vector - theirs @ vector).norm() / (theirs @ vector).norm()
+    print(f"relative difference of the two products: {difference:.1e}\n")
+
+    their_product = best_time(lambda: theirs @ vector)
+    our_product = best_time(lambda: ours @ vector, 10)
+    ideal = 4 * size * num_points / rate
+    print(f"{'':34}{'hcurv':>12}{'curvlinops':>12}{'ratio':>9}{'wanted':>9}")
+
+    def row(name: str, mine: float, other: float, wanted: str) -> None:
+        print(f"{name:34}{mine * 1e3:9.4g} ms{other * 1e3:9.4g} ms{other / mine:8.1f}x{wanted:>9}")
+
+    row("H @ v", our_product, their_product, "1.5x")
+    their_block = best_time(lambda: theirs @ matrix, 3)
+    our_block = best_time(lambda: ours @ matrix, 3)
+    row("H @ V, 128 columns", our_block, their_block, "2x")
+    rows, cols = torch.randint(0, size, (2, 100_000), generator=generator)
+    our_entry = best_time(lambda: ours.pairs(rows, cols)) / rows.numel()
+    row("one entry of 100,000 pairs", our_entry, their_product, "3000x")
+    few_rows, few_cols = torch.randint(0, size, (2, 64), generator=generator)
+    our_small = best_time(lambda: ours[few_rows, few_cols], 20)
+    row("64 x 64 block, 64 products", our_small, 64 * their_product, "200x")
+    print(f"\nH @ v reaches {ideal / our_product:.0%} of the limit of 4Nn flops at sgemm speed,")
+    print(f"H @ V (128 columns) {128 * ideal / our_block:.0%}")
+
+    first_layer = 785 * 256
+    layer = torch.randint(0, first_layer, (2, 4096), generator=generator)
+    run = torch.arange(10_000, 14_096)
+    useful = 2 * num_points * 4096**2
+    for name, left, right in (
+        ("4096 x 4096 diagonal block, contiguous", run, run),
+        ("4096 x 4096 block, contiguous", run, run + 50_000),
+        ("4096 x 4096 block, random in one layer", layer[0], layer[1]),
+    ):
+        seconds = best_time(lambda left=left, right=right: ours[left, right], 3)  # type: ignore[misc]
+        print(f"{name}: {seconds:.3f} s, useful flops at {useful / seconds / rate:.0%} of sgemm")
+    print(f"\nextra memory: H @ V {peak_extra_bytes(lambda: ours @ matrix) / MB:.0f} MB, of which", end="")
+    print(f" the result {matrix.numel() * 4 / MB:.0f} MB;", end="")
+    print(f" pairs {peak_extra_bytes(lambda: ours.pairs(rows, cols)) / MB:.0f} MB;", end="")
+    print(f" 4096² block {peak_extra_bytes(lambda: ours[run, run]) / MB:.0f} MB (result 67 MB)")
+
+
+def precomputation(data: str | None) -> None:
+    """Part 2: memory and time of the precomputation."""
+    print(f"\n{'precomputation, n = 10,000':28}{'nbytes':>10}{'paper':>9}{'peak':>10}{'time':>9}", end="")
+    print(f"{'in forward passes':>20}")
+    for name, paper in (("classifier (c)", 191), ("classifier (d)", 423)):
+        trained = train(REFERENCE_NETWORKS[name], data)
+        inputs = trained.inputs[:10_000].clone()
+        model, loss = trained.model, trained.loss
+        del trained
+        with torch.no_grad():
+            forward = best_time(lambda: model(inputs))  # noqa: B023
+        build = lambda: hcurv.GaussNewton(model, loss, inputs)  # noqa: B023, E731
+        seconds = best_time(build, 3)
+        peak = peak_extra_bytes(build)
+        size = build().nbytes
+        print(
+            f"{name:28}{size / MB:7.1f} MB{paper:6d} MB{peak / MB:7.0f} MB{seconds:7.2f} s"
+            f"{seconds / forward:19.1f}x"
+        )
+
+
+if __name__ == "__main__":
+    arguments = parse_data_argument(__doc__)
+    print(describe_machine())
+    entries_and_products()
+    precomputation(arguments.data)

@@ -1,0 +1,67 @@
+"""Timing and memory for the benchmarks: best of several repeats, ratios within one run."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+__all__ = ["best_time", "describe_machine", "parse_data_argument", "peak_extra_bytes", "sgemm_rate"]
+
+
+def best_time(function: Callable[[], object], repeats: int = 5, budget: float = 20.0) -> float:
+    """Seconds of the fastest of several calls; stops early once ``budget`` seconds have gone."""
+    best, begin = float("inf"), time.perf_counter()
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function()
+        best = min(best, time.perf_counter() - start)
+        if time.perf_counter() - begin > budget:
+            break
+    return best
+
+
+def sgemm_rate(size: int = 4096) -> float:
+    """Flops per second of a large float32 matrix product."""
+    left, right = torch.randn(size, size), torch.randn(size, size)
+    return 2 * size**3 / best_time(lambda: left @ right)
+
+
+def peak_extra_bytes(function: Callable[[], object]) -> int:
+    """Peak resident memory while ``function`` runs, beyond what was resident before (Linux)."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status("VmRSS")
+        result = function()
+        extra = _status("VmHWM") - before
+        del result
+        return extra
+    except OSError:
+        function()
+        return -1
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(field)
+
+
+def describe_machine() -> str:
+    """One line: processor, threads, versions."""
+    return (
+        f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__},"
+        f" Python {platform.python_version()}"
+    )
+
+
+def parse_data_argument(description: str | None) -> argparse.Namespace:
+    """Command line with the one option that every benchmark has."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--data", help="folder with mnist/ and cifar10/ (default: $HCURV_DATA)")
+    return parser.parse_args()
