@@ -62,14 +62,13 @@ class Batches:
         self._device = device
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield (inputs, targets) as the data comes, moved to the device and checked."""
+        """Yield (inputs, targets) as the data comes, checked, moved, and never empty."""
         for position, item in enumerate(self._source):
             inputs, targets = _split(item, position)
             _check_inputs(inputs, targets, position, self._dtype)
-            yield (
-                inputs.detach().to(self._device),
-                None if targets is None else targets.detach().to(self._device),
-            )
+            if inputs.shape[0]:
+                moved = None if targets is None else targets.detach().to(self._device)
+                yield inputs.detach().to(self._device), moved
 
     def survey(self) -> Survey:
         """Read everything once, check it, and say what is there."""
@@ -89,7 +88,7 @@ class Batches:
             if batch_targets is not None:
                 targets.append(batch_targets)
             checksums.append(self._checksum(inputs))
-        if first is None or num_points == 0:
+        if first is None:
             raise ValueError("data is empty: at least one point is needed")
         if targets and len(targets) != len(checksums):
             raise ValueError("some batches have targets and some do not")

@@ -24,6 +24,7 @@ __all__ = ["block", "pairs"]
 
 _CACHE_FLOATS = 640_000  # of one operand in the loop over pairs
 _CACHE_POINTS = 2048
+_MIRROR = 256  # rows copied at a time
 _TILE = 8192  # rows and columns of a block evaluated at a time
 # An elementwise multiplication costs about as much as this many flops of a matrix product.
 _ELEMENTWISE = 100
@@ -164,7 +165,8 @@ def _tile(
     col_hidden, col_tail = (row_hidden, row_tail) if symmetric else col_side.split(num_hidden)
     all_hidden = len(row_hidden) == len(rows) and len(col_hidden) == len(cols)
     if all_hidden and len(rows) and len(cols) and row_side.in_order and col_side.in_order:
-        return _hidden_block(factors, row_hidden, col_hidden, symmetric, workspace)
+        values = _hidden_block(factors, row_hidden, col_hidden, symmetric, workspace)
+        return _mirror(values) if symmetric else values
     result = factors.inputs.new_zeros(len(row_side), len(col_side))
 
     def put(row: _Side, col: _Side, values: Tensor) -> None:
@@ -172,7 +174,7 @@ def _tile(
 
     if len(row_hidden) and len(col_hidden):
         values = _hidden_block(factors, row_hidden, col_hidden, symmetric, workspace)
-        put(row_hidden, col_hidden, values)
+        put(row_hidden, col_hidden, _mirror(values) if symmetric else values)
     if len(row_hidden) and len(col_tail):
         values = _by_units(factors, row_hidden, col_tail, False, workspace)
         put(row_hidden, col_tail, values)
@@ -182,14 +184,27 @@ def _tile(
         values = _by_units(factors, row_tail, col_hidden, False, workspace)
         put(row_tail, col_hidden, values)
     if len(row_tail) and len(col_tail):
-        _tail_block(factors, row_tail, col_tail, result, workspace)
+        _tail_block(factors, row_tail, col_tail, symmetric, result, workspace)
     return result
+
+
+def _mirror(block: Tensor) -> Tensor:
+    """Copy the upper half onto the lower: symmetric blocks are symmetric to the last bit."""
+    for start in range(0, block.shape[0], _MIRROR):
+        stop = start + _MIRROR
+        corner = block[start:stop, start:stop]
+        corner.copy_(corner.triu() + corner.triu(1).T)
+        block[stop:, start:stop] = block[start:stop, stop:].T
+    return block
 
 
 def _hidden_block(
     factors: LayerFactors, rows: _Side, cols: _Side, symmetric: bool, workspace: int
 ) -> Tensor:
-    """Rows and columns of hidden units: columns or Gram form, whichever costs less."""
+    """Rows and columns of hidden units: columns or Gram form, whichever costs less.
+
+    Of a symmetric block only the upper half need be right.
+    """
     jacobian = factors.jacobian
     if isinstance(jacobian, NarrowJacobian):
         q = jacobian.num_rows
@@ -242,7 +257,7 @@ def _by_units(
 def _gram_form(
     factors: LayerFactors, outer: _Side, inner: _Side, symmetric: bool, workspace: int
 ) -> Tensor:
-    """X_O (g[μ, ·] ⊙ X_I)ᵀ for the rows O of each unit μ of the outer side."""
+    """X_O (g[μ, ·] ⊙ X_I)ᵀ for the rows O of each unit μ; of a symmetric block the upper half."""
     result = factors.inputs.new_zeros(len(outer), len(inner))
     outer_groups, inner_groups = outer.groups(), inner.groups()
     units, inverse = torch.unique_consecutive(inner.units, return_inverse=True)
@@ -258,7 +273,6 @@ def _gram_form(
         inner_inputs = outer_inputs if symmetric else inputs.index_select(0, inner.inputs)
         scaled = buffer[: inner_inputs.numel()].view(inner_inputs.shape)
         for position, (unit, start, stop) in enumerate(outer_groups):
-            # Of a symmetric block only the upper half is computed.
             skip, begin = (position, start) if symmetric else (0, 0)
             gram = _gram_row(factors.jacobian, unit, units[skip:], points)
             if large_groups:
@@ -268,9 +282,6 @@ def _gram_form(
                 torch.index_select(gram, 0, inverse[begin:] - skip, out=scaled[begin:])
                 scaled[begin:].mul_(inner_inputs[begin:])
             result[start:stop, begin:].addmm_(outer_inputs[start:stop], scaled[begin:].T)
-    if symmetric:
-        for _, start, stop in outer_groups:
-            result[stop:, start:stop] = result[start:stop, stop:].T
     return result
 
 
@@ -285,7 +296,12 @@ def _gram_row(jacobian: OutputJacobian, unit: int, units: Tensor, points: slice)
 
 
 def _tail_block(
-    factors: LayerFactors, rows: _Side, cols: _Side, result: Tensor, workspace: int
+    factors: LayerFactors,
+    rows: _Side,
+    cols: _Side,
+    symmetric: bool,
+    result: Tensor,
+    workspace: int,
 ) -> None:
     """Write the entries between units of the tail: nonzero only within a unit.
 
@@ -312,4 +328,6 @@ def _tail_block(
             left = inputs[rows.inputs[row_index]]
             left.mul_(jacobian.tail_gram(units, points)[:, None])
             values.baddbmm_(left, inputs[cols.inputs[col_index]].transpose(1, 2))
+        if symmetric:
+            values = (values + values.transpose(1, 2)) / 2
         result[rows.order[row_index][:, :, None], cols.order[col_index][:, None, :]] = values

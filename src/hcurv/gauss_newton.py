@@ -17,6 +17,8 @@ from hcurv.operators import SymmetricOperator
 
 __all__ = ["GaussNewton"]
 
+MIN_WORKSPACE = 2**16
+
 
 class GaussNewton(SymmetricOperator):
     """H = Σ_i J_iᵀ Q_i J_i, the generalised Gauss-Newton / Fisher matrix (paper, Definition 1.1).
@@ -53,8 +55,8 @@ class GaussNewton(SymmetricOperator):
         workspace: int = 2**28,
         progress: bool = False,
     ) -> None:
-        if workspace < 2**16:
-            raise ValueError(f"workspace must be at least {2**16} bytes; got {workspace}")
+        if workspace < MIN_WORKSPACE:
+            raise ValueError(f"workspace must be at least {MIN_WORKSPACE} bytes; got {workspace}")
         self._loss = as_loss(loss)
         self._network = read_network(model)
         self._workspace = int(workspace)

@@ -73,7 +73,7 @@ class SymmetricOperator(ABC):
 
     @abstractmethod
     def _matmat(self, rhs: Tensor) -> Tensor:
-        """Product with ``rhs`` of shape (N, k), already checked."""
+        """Product with ``rhs`` of shape (N, k), k > 0, already checked."""
 
     @property
     def nbytes(self) -> int:
@@ -108,6 +108,8 @@ class SymmetricOperator(ABC):
                 f"the right-hand side must be on {self.device}, like the operator;"
                 f" got {rhs.device} (move it with .to('{self.device}'))"
             )
+        if rhs.numel() == 0:
+            return torch.zeros_like(rhs)
         with torch.no_grad():
             if rhs.ndim == 1:
                 return self._matmat(rhs.detach()[:, None]).squeeze(1)

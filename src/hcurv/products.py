@@ -37,7 +37,8 @@ def product(factors: LayerFactors, rhs: Tensor, workspace: int) -> Tensor:
         columns = rhs[:, start : start + num_columns].contiguous()
         target = result if columns.shape == rhs.shape else torch.zeros_like(columns)
         for points in _point_slices(factors.num_points, num_points):
-            factors.jacobian.apply_normal(_ProductParts(factors, columns, target, points), points)
+            parts = _ProductParts(factors, columns, target, points, workspace)
+            factors.jacobian.apply_normal(parts, points)
         if target is not result:
             result[:, start : start + num_columns] = target
     return result
@@ -57,7 +58,12 @@ class _ProductParts:
     """u = Ŵx and the sum (Hŵ) = Σ zxᵀ over some points, by ranges of units."""
 
     def __init__(
-        self, factors: LayerFactors, columns: Tensor, target: Tensor, points: slice
+        self,
+        factors: LayerFactors,
+        columns: Tensor,
+        target: Tensor,
+        points: slice,
+        workspace: int,
     ) -> None:
         self._inputs = factors.inputs[:, points]
         self._columns = columns
@@ -69,7 +75,8 @@ class _ProductParts:
         jacobian = factors.jacobian
         rows = jacobian.tensors[0].shape[1]
         per_unit = self._inputs.shape[1] * max(self.num_columns, rows)
-        step = max(1, _PART_FLOATS // per_unit)
+        floats = min(_PART_FLOATS, workspace // (8 * columns.dtype.itemsize))
+        step = max(1, floats // per_unit)
         for slot in factors.slots:
             for units in _ranges(slot.units, step):
                 self._slots[units.start] = slot

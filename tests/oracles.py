@@ -1,0 +1,44 @@
+"""Dense float64 references from `torch.func` and autograd; they share no code with the package."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, hessian, jacrev
+
+LossOfOutputs = Callable[[Tensor], Tensor]
+
+
+def _split(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor], dict[str, Tensor]]:
+    model = copy.deepcopy(model).double()
+    parameters = dict(model.named_parameters())
+    trainable = {name: p.detach() for name, p in parameters.items() if p.requires_grad}
+    fixed = {name: p.detach() for name, p in parameters.items() if not p.requires_grad}
+    return model, trainable, fixed
+
+
+def gauss_newton(model: nn.Module, loss: LossOfOutputs, inputs: Tensor) -> Tensor:
+    """JᵀQJ with J the Jacobian of all outputs and Q the Hessian of the scalar loss of them."""
+    model, trainable, fixed = _split(model)
+
+    def outputs(parameters: dict[str, Tensor]) -> Tensor:
+        return functional_call(model, {**fixed, **parameters}, (inputs.double(),))
+
+    values = outputs(trainable).detach()
+    jacobian = jacrev(outputs)(trainable)
+    matrix = torch.cat([jacobian[name].reshape(values.numel(), -1) for name in trainable], dim=1)
+    curvature = hessian(lambda flat: loss(flat.view_as(values)))(values.reshape(-1))
+    return matrix.T @ curvature @ matrix
+
+
+def gradient(model: nn.Module, loss: LossOfOutputs, inputs: Tensor) -> Tensor:
+    """Flat gradient of the scalar loss by autograd."""
+    model, trainable, _ = _split(model)
+    del trainable
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    value = loss(model(inputs.double()))
+    gradients = torch.autograd.grad(value, parameters)
+    return torch.cat([g.reshape(-1) for g in gradients])
