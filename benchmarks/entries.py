@@ -9,11 +9,11 @@ reference classifiers (c) and (d) at n = 10,000.
 from __future__ import annotations
 
 import torch
-from measure import best_time, describe_machine, parse_data_argument, peak_extra_bytes, sgemm_rate
-from torch import nn
+from torch import Tensor, nn
 
 import hcurv
 from hcurv.experiments.reference_networks import REFERENCE_NETWORKS, build_mlp, train
+from measure import best_time, describe_machine, parse_data_argument, peak_extra_bytes, sgemm_rate
 
 MB = 1e6
 
@@ -72,7 +72,10 @@ def entries_and_products() -> None:
     ):
         seconds = best_time(lambda left=left, right=right: ours[left, right], 3)  # type: ignore[misc]
         print(f"{name}: {seconds:.3f} s, useful flops at {useful / seconds / rate:.0%} of sgemm")
-    print(f"\nextra memory: H @ V {peak_extra_bytes(lambda: ours @ matrix) / MB:.0f} MB, of which", end="")
+    print(
+        f"\nextra memory: H @ V {peak_extra_bytes(lambda: ours @ matrix) / MB:.0f} MB, of which",
+        end="",
+    )
     print(f" the result {matrix.numel() * 4 / MB:.0f} MB;", end="")
     print(f" pairs {peak_extra_bytes(lambda: ours.pairs(rows, cols)) / MB:.0f} MB;", end="")
     print(f" 4096² block {peak_extra_bytes(lambda: ours[run, run]) / MB:.0f} MB (result 67 MB)")
@@ -80,23 +83,27 @@ def entries_and_products() -> None:
 
 def precomputation(data: str | None) -> None:
     """Part 2: memory and time of the precomputation."""
-    print(f"\n{'precomputation, n = 10,000':28}{'nbytes':>10}{'paper':>9}{'peak':>10}{'time':>9}", end="")
-    print(f"{'in forward passes':>20}")
+    header = f"{'nbytes':>10}{'paper':>9}{'peak':>10}{'time':>9}{'in forward passes':>20}"
+    print(f"\n{'precomputation, n = 10,000':28}{header}")
     for name, paper in (("classifier (c)", 191), ("classifier (d)", 423)):
         trained = train(REFERENCE_NETWORKS[name], data)
-        inputs = trained.inputs[:10_000].clone()
-        model, loss = trained.model, trained.loss
-        del trained
-        with torch.no_grad():
-            forward = best_time(lambda: model(inputs))  # noqa: B023
-        build = lambda: hcurv.GaussNewton(model, loss, inputs)  # noqa: B023, E731
-        seconds = best_time(build, 3)
-        peak = peak_extra_bytes(build)
-        size = build().nbytes
-        print(
-            f"{name:28}{size / MB:7.1f} MB{paper:6d} MB{peak / MB:7.0f} MB{seconds:7.2f} s"
-            f"{seconds / forward:19.1f}x"
-        )
+        _precompute(name, paper, trained.model, trained.loss, trained.inputs[:10_000].clone())
+
+
+def _precompute(
+    name: str, paper: int, model: nn.Module, loss: nn.Module | hcurv.losses.Loss, inputs: Tensor
+) -> None:
+    def build() -> hcurv.GaussNewton:
+        return hcurv.GaussNewton(model, loss, inputs)
+
+    with torch.no_grad():
+        forward = best_time(lambda: model(inputs))
+    peak = peak_extra_bytes(build)
+    seconds = best_time(build, 3)
+    print(
+        f"{name:28}{build().nbytes / MB:7.1f} MB{paper:6d} MB{peak / MB:7.0f} MB{seconds:7.2f} s"
+        f"{seconds / forward:19.1f}x"
+    )
 
 
 if __name__ == "__main__":

@@ -102,9 +102,7 @@ class Case:
 
 
 def _classifier() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)
-    )
+    return nn.Sequential(nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
 
 
 def _autoencoder() -> nn.Module:
@@ -237,9 +235,7 @@ CASES: dict[str, Case] = {
     "autoencoder, only biases": Case(
         _autoencoder, nn.MSELoss(), _X12, _X12, ("0.weight", "2.weight")
     ),
-    "deep autoencoder": Case(
-        _deep_autoencoder, nn.BCEWithLogitsLoss(), _X20, torch.sigmoid(_X20)
-    ),
+    "deep autoencoder": Case(_deep_autoencoder, nn.BCEWithLogitsLoss(), _X20, torch.sigmoid(_X20)),
     "deep autoencoder, middle frozen": Case(
         _deep_autoencoder, nn.MSELoss(), _X20, _X20, ("0.2.weight", "0.2.bias", "1.2.bias")
     ),

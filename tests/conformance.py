@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cases import assert_close, normal
 
+from cases import assert_close, normal
 from hcurv import SymmetricOperator
 
 
@@ -24,8 +24,11 @@ def check_operator(operator: SymmetricOperator, dense: torch.Tensor) -> None:
         assert_close(operator @ rhs, dense @ rhs.double(), 300)
     vector = normal(size).to(device, kind)
     assert_close(operator @ vector, dense @ vector.double(), 300)
-    assert_close(operator @ torch.stack([vector, vector], 1).mT.contiguous().mT, torch.stack(
-        [dense @ vector.double()] * 2, 1), 300)
+    assert_close(
+        operator @ torch.stack([vector, vector], 1).mT.contiguous().mT,
+        torch.stack([dense @ vector.double()] * 2, 1),
+        300,
+    )
     check_scipy(operator, dense)
     check_bad_right_hand_sides(operator)
     assert operator.relative_error(dense.to(kind)) <= 1e3 * torch.finfo(kind).eps
@@ -51,5 +54,5 @@ def check_bad_right_hand_sides(operator: SymmetricOperator) -> None:
         operator @ torch.zeros(size, dtype=other)
     with pytest.raises(ValueError, match="must be on cpu, like the operator; got meta"):
         operator @ torch.zeros(size, dtype=kind, device="meta")
-    with pytest.raises(TypeError, match="must be a torch.Tensor; got ndarray"):
+    with pytest.raises(TypeError, match=r"must be a torch\.Tensor; got ndarray"):
         operator @ np.zeros(size)

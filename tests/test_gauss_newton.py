@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import oracles
 import pytest
 import torch
-from cases import CASES, Case, all_cases, assert_close, both_dtypes, labels, normal, seeded
-from conformance import check_operator
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 import hcurv
+import oracles
+from cases import CASES, Case, all_cases, assert_close, both_dtypes, labels, normal, seeded
+from conformance import check_operator
 from hcurv.output_jacobian import NarrowJacobian, WideJacobian
 
 
@@ -86,7 +86,7 @@ def test_wide_outputs_are_stored_in_gram_form(name: str, kind: type) -> None:
 
 @st.composite
 def random_cases(draw: st.DrawFn) -> Case:
-    """Networks of one to four layers, any of them without bias or frozen, on one to eight points."""
+    """Networks of one to four layers, some without bias or frozen, on one to eight points."""
     widths = draw(st.lists(st.integers(1, 6), min_size=2, max_size=5))
     if draw(st.booleans()):
         widths[-1] = 16  # wide enough for the Gram form

@@ -72,7 +72,9 @@ class Batches:
 
     def survey(self) -> Survey:
         """Read everything once, check it, and say what is there."""
-        num_points, first, targets, checksums = 0, None, [], []
+        num_points, first = 0, None
+        targets: list[Tensor] = []
+        checksums: list[int] = []
         for inputs, batch_targets in self:
             if first is None:
                 first = inputs
@@ -92,9 +94,7 @@ class Batches:
             raise ValueError("data is empty: at least one point is needed")
         if targets and len(targets) != len(checksums):
             raise ValueError("some batches have targets and some do not")
-        return Survey(
-            num_points, first, torch.cat(targets) if targets else None, tuple(checksums)
-        )
+        return Survey(num_points, first, torch.cat(targets) if targets else None, tuple(checksums))
 
     def reread(self, survey: Survey) -> Iterator[Batch]:
         """Yield the batches again, making sure that they are those of the survey.
@@ -128,9 +128,7 @@ _CHANGED = (
 
 
 def _is_pair_of_tensors(item: object) -> bool:
-    return (
-        isinstance(item, tuple) and len(item) == 2 and all(isinstance(x, Tensor) for x in item)
-    )
+    return isinstance(item, tuple) and len(item) == 2 and all(isinstance(x, Tensor) for x in item)
 
 
 def _split(item: object, position: int) -> Batch:

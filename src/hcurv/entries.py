@@ -1,7 +1,7 @@
 """Exact entries and blocks, each by the cheapest of three evaluations.
 
-H_km = Σ_i g_i[μ, μ'] x_i[ν] x_i[ν'] (paper, Eqs. 3.3 and 3.6), where g_i[μ, μ'], the inner product of
-two columns of C_i, depends only on the units.
+H_km = Σ_i g_i[μ, μ'] x_i[ν] x_i[ν'] (paper, Eqs. 3.3 and 3.6), where g_i[μ, μ'], the inner product
+of two columns of C_i, depends only on the units.
 
 - *pairs*: g for every distinct pair of units, then one weighted inner product per entry;
 - *columns*: H_RC = V_R V_Cᵀ with the Jacobian columns v_k(i) = C_i[:, μ] x_i[ν], one matrix product
@@ -67,7 +67,9 @@ def _sorted_pairs(
     ends = [0, *counts.cumsum(0).tolist()]
     points_step = min(num_points, _CACHE_POINTS)
     step = max(1, _CACHE_FLOATS // (max(1, jacobian.gram_cost) * points_step))
-    scratch = factors.inputs.new_empty(2, min(step, first.numel()) * jacobian.gram_cost * points_step)
+    scratch = factors.inputs.new_empty(
+        2, min(step, first.numel()) * jacobian.gram_cost * points_step
+    )
     result = factors.inputs.new_zeros(keys.numel())
     for point in range(0, num_points, points_step):
         points = slice(point, point + points_step)
@@ -88,7 +90,7 @@ def _sorted_pairs(
 def _pair_gram(
     jacobian: OutputJacobian, first: Tensor, second: Tensor, points: slice, scratch: Tensor
 ) -> Tensor:
-    """g of pairs of units, all of one kind."""
+    """G of pairs of units, all of one kind."""
     num_hidden = jacobian.num_hidden
     if int(second[0]) < num_hidden:
         return jacobian.hidden_gram(first, second, points, scratch)
@@ -131,9 +133,7 @@ class _Side:
         """(unit, start, stop) of each run of equal units."""
         units, counts = torch.unique_consecutive(self.units, return_counts=True)
         stops = counts.cumsum(0)
-        return list(
-            zip(units.tolist(), (stops - counts).tolist(), stops.tolist(), strict=True)
-        )
+        return list(zip(units.tolist(), (stops - counts).tolist(), stops.tolist(), strict=True))
 
 
 def block(factors: LayerFactors, rows: Tensor, cols: Tensor, workspace: int) -> Tensor:
@@ -312,9 +312,9 @@ def _tail_block(
     buckets: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for unit, start, stop in rows.groups():
         if unit in col_ranges:
-            left, right = col_ranges[unit]
-            members = buckets.setdefault((stop - start, right - left), [])
-            members.append((unit - jacobian.num_hidden, start, left))
+            begin, end = col_ranges[unit]
+            members = buckets.setdefault((stop - start, end - begin), [])
+            members.append((unit - jacobian.num_hidden, start, begin))
     for (num_rows, num_cols), members in buckets.items():
         units, starts, lefts = torch.tensor(members, device=result.device).T
         row_index = starts[:, None] + torch.arange(num_rows, device=result.device)

@@ -64,13 +64,13 @@ class LayerFactors:
 
     @property
     def num_points(self) -> int:
-        """n."""
+        """N."""
         return self.inputs.shape[1]
 
     @property
     def num_units(self) -> int:
         """Number of units with trainable parameters."""
-        return self.slots[-1].units.stop
+        return int(self.slots[-1].units.stop)
 
     @property
     def num_stored(self) -> int:
@@ -211,7 +211,8 @@ class _Storage:
                 tail_trainable=trainable,
                 factor=self.factor,
             )
-        assert self.tail is not None and self.gram is not None
+        assert self.tail is not None
+        assert self.gram is not None
         return WideJacobian(
             hidden_layers=hidden_layers,
             tail=self.tail,
@@ -384,9 +385,7 @@ def compute_factors(
             start = batch.points.stop
             if progress is not None:
                 progress(part.shape[0])
-    return LayerFactors(
-        plan.slots, storage.inputs, storage.freeze(network), network.num_parameters
-    )
+    return LayerFactors(plan.slots, storage.inputs, storage.freeze(network), network.num_parameters)
 
 
 def loss_scale(loss: Loss, num_points: int, num_outputs: int, targets: Tensor | None) -> float:

@@ -71,7 +71,7 @@ class Loss(ABC):
         """The share of one batch in what "mean" divides by; shares add up over batches."""
         return float(num_points)
 
-    def check_targets(self, outputs_shape: tuple[int, int], targets: Tensor) -> None:
+    def check_targets(self, outputs_shape: tuple[int, int], targets: Tensor) -> None:  # noqa: B027
         """Raise a clear error if ``targets`` cannot belong to outputs of this shape."""
 
 

@@ -73,7 +73,7 @@ class Layer:
         preactivation = nn.functional.linear(inputs, self.weight, self.bias)
         if self.activation is None:
             return preactivation, None
-        return _value_and_slope(self.activation, preactivation)
+        return _derivative(self.activation, preactivation, torch.ones_like(preactivation))
 
 
 @dataclass(frozen=True)
@@ -124,22 +124,25 @@ class Network:
             features = inputs if self.input_map is None else self.input_map(inputs)
         except (RuntimeError, IndexError) as error:
             raise ValueError(
-                f"the model cannot read inputs of shape {tuple(inputs.shape)}: {error}"
+                f"the model cannot read points of shape {tuple(inputs.shape[1:])}: {error}"
             ) from error
-        if features.ndim != 2 or features.shape != (inputs.shape[0], first.in_features):
+        if features.shape != (inputs.shape[0], first.in_features):
+            flat = " (is an nn.Flatten missing?)" if features.ndim > 2 else ""
             raise ValueError(
-                f"the first Linear layer, '{first.name}', takes {first.in_features} features per"
-                f" point, but inputs of shape {tuple(inputs.shape)} reach it as"
-                f" {tuple(features.shape)}; expected (points, {first.in_features})"
-                + ("" if features.ndim == 2 else " (is an nn.Flatten missing?)")
+                f"the first Linear layer, '{first.name}', takes {first.in_features} features, but"
+                f" points of shape {tuple(inputs.shape[1:])} reach it with shape"
+                f" {tuple(features.shape[1:])}{flat}"
             )
         return features
 
 
-def _value_and_slope(function: Callable[[Tensor], Tensor], point: Tensor) -> tuple[Tensor, Tensor]:
+def _derivative(
+    function: Callable[[Tensor], Tensor], point: Tensor, direction: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Value and directional derivative, in forward mode."""
     with torch.no_grad():
-        value, slope = torch.func.jvp(function, (point,), (torch.ones_like(point),))
-    return value, slope
+        result = torch.func.jvp(function, (point,), (direction,))
+    return result[0], result[1]
 
 
 def read_network(module: nn.Module) -> Network:
@@ -286,9 +289,8 @@ def _check_no_branch(stages: list[_Stage], node: fx.Node, sources: set[int]) -> 
 
 
 def _check_linear(linear: nn.Linear, name: str, called: dict[int, str]) -> None:
-    if type(linear).forward is not nn.Linear.forward or not isinstance(
-        linear._parameters.get("weight"), nn.Parameter
-    ):
+    plain = type(linear).forward is nn.Linear.forward and "weight" in linear._parameters
+    if not plain or nn.parameter.is_lazy(linear.weight):
         raise UnsupportedModelError(
             f"'{name}' ({type(linear).__name__}) is not a plain Linear layer: its weight is lazy,"
             " parametrized or used in another way.",
@@ -390,9 +392,8 @@ def _describe(node: fx.Node, owner: nn.Module) -> str:
 
 def _acts_elementwise(function: Callable[[Tensor], Tensor], point: Tensor, probe: Tensor) -> bool:
     """Whether the Jacobian of ``function`` at ``point`` is diagonal, tested on one tangent."""
-    value, slope = _value_and_slope(function, point.clone())
-    with torch.no_grad():
-        again, directional = torch.func.jvp(function, (point.clone(),), (probe,))
+    value, slope = _derivative(function, point.clone(), torch.ones_like(point))
+    again, directional = _derivative(function, point.clone(), probe)
     if value.shape != point.shape or not torch.equal(value, again):
         return False
     return bool((directional - slope * probe).abs().max() <= 1e-4 * directional.abs().max())

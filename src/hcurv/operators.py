@@ -157,9 +157,9 @@ class SymmetricOperator(ABC):
         if num_probes < 1:
             raise ValueError(f"num_probes must be at least 1; got {num_probes}")
         generator = torch.Generator().manual_seed(seed)
-        probes = torch.randn(
-            self.shape[0], num_probes, dtype=self.dtype, generator=generator
-        ).to(self.device)
+        probes = torch.randn(self.shape[0], num_probes, dtype=self.dtype, generator=generator).to(
+            self.device
+        )
         expected = reference @ probes
         norm = torch.linalg.vector_norm(expected, dtype=torch.float64)
         error = torch.linalg.vector_norm(expected - self @ probes, dtype=torch.float64)

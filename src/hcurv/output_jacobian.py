@@ -23,21 +23,30 @@ from torch import Tensor
 
 __all__ = ["FEW_COLUMNS", "NarrowJacobian", "OutputJacobian", "UnitParts", "WideJacobian"]
 
+
 class UnitParts(Protocol):
     """A quantity u[μ, i, :] per unit, point and column that is read, and one, z, that is written.
 
     Neither is ever there as a whole: they come and go in ranges of units, (units, b, k) at a time.
     """
 
-    hidden: Sequence[slice]
-    tail: Sequence[slice]
-    num_columns: int
+    @property
+    def hidden(self) -> Sequence[slice]:
+        """Ranges of hidden units, none across layers."""
+
+    @property
+    def tail(self) -> Sequence[slice]:
+        """Ranges of units of the tail."""
+
+    @property
+    def num_columns(self) -> int:
+        """K."""
 
     def read(self, units: slice) -> Tensor:
-        """u of a range of units; the caller may overwrite it."""
+        """U of a range of units; the caller may overwrite it."""
 
     def write(self, units: slice, values: Tensor) -> None:
-        """z of a range of units."""
+        """Z of a range of units."""
 
 
 # Below this many right-hand sides elementwise passes over the factors beat batched products.
@@ -80,7 +89,7 @@ class OutputJacobian(ABC):
 
     @abstractmethod
     def apply_normal(self, parts: UnitParts, points: slice) -> None:
-        """z = CᵀCu at some points: reads u and writes z part by part."""
+        """Z = CᵀCu at some points: reads u and writes z part by part."""
 
     @abstractmethod
     def hidden_gram(
@@ -166,7 +175,7 @@ class NarrowJacobian(OutputJacobian):
         return self.num_rows
 
     def apply_normal(self, parts: UnitParts, points: slice) -> None:
-        """y = Cu, then z = Cᵀy."""
+        """Y = Cu, then z = Cᵀy."""
         num_points = points.stop - points.start
         outputs = self.factor.new_zeros(num_points, self.num_rows, parts.num_columns)
         for units in parts.hidden:
@@ -240,7 +249,7 @@ class WideJacobian(OutputJacobian):
         return 0
 
     def apply_normal(self, parts: UnitParts, points: slice) -> None:
-        """With s = Bu: z_L = c²(W_L s + u_L), then z = Bᵀ W_Lᵀ z_L; no q x b x k array is formed."""
+        """With s = Bu: z_L = c²(W_L s + u_L) and z = Bᵀ W_Lᵀ z_L; no q x b x k array is formed."""
         num_points, num_columns = points.stop - points.start, parts.num_columns
         reached = self.head.new_zeros(num_points, self.head.shape[1], num_columns)
         for units in parts.hidden:

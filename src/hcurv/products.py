@@ -31,16 +31,13 @@ _PART_FLOATS = 2**21
 
 def product(factors: LayerFactors, rhs: Tensor, workspace: int) -> Tensor:
     """H @ rhs for rhs of shape (N, k), within ``workspace`` bytes of temporary memory."""
-    result = torch.zeros_like(rhs, memory_format=torch.contiguous_format)
+    rhs = rhs.contiguous()
+    result = torch.zeros_like(rhs)
     num_columns, num_points = _steps(factors, rhs.shape[1], workspace)
-    for start in range(0, rhs.shape[1], num_columns):
-        columns = rhs[:, start : start + num_columns].contiguous()
-        target = result if columns.shape == rhs.shape else torch.zeros_like(columns)
+    for columns in _ranges(slice(0, rhs.shape[1]), num_columns):
         for points in _point_slices(factors.num_points, num_points):
-            parts = _ProductParts(factors, columns, target, points, workspace)
+            parts = _ProductParts(factors, rhs[:, columns], result[:, columns], points, workspace)
             factors.jacobian.apply_normal(parts, points)
-        if target is not result:
-            result[:, start : start + num_columns] = target
     return result
 
 
@@ -68,25 +65,24 @@ class _ProductParts:
         self._inputs = factors.inputs[:, points]
         self._columns = columns
         self._target = target
-        self._slots: dict[int, LayerSlot] = {}
         self.num_columns = columns.shape[1]
-        self.hidden: list[slice] = []
-        self.tail: list[slice] = []
         jacobian = factors.jacobian
         rows = jacobian.tensors[0].shape[1]
-        per_unit = self._inputs.shape[1] * max(self.num_columns, rows)
+        widest = max(slot.layer.in_features for slot in factors.slots)
+        per_unit = max(
+            self._inputs.shape[1] * max(self.num_columns, rows), widest * self.num_columns
+        )
         floats = min(_PART_FLOATS, workspace // (8 * columns.dtype.itemsize))
         step = max(1, floats // per_unit)
-        for slot in factors.slots:
-            for units in _ranges(slot.units, step):
-                self._slots[units.start] = slot
-                (self.hidden if units.start < jacobian.num_hidden else self.tail).append(units)
-        if not jacobian.tail_trainable and jacobian.tail is not None:
-            stop = jacobian.num_hidden + jacobian.num_rows
-            self.tail = list(_ranges(slice(jacobian.num_hidden, stop), step))
+        pieces = [(u, slot) for slot in factors.slots for u in _ranges(slot.units, step)]
+        self._slots = {units.start: slot for units, slot in pieces}
+        first_of_tail = jacobian.num_hidden
+        last_of_tail = first_of_tail + (0 if jacobian.tail is None else jacobian.num_rows)
+        self.hidden = [units for units, _ in pieces if units.start < first_of_tail]
+        self.tail = list(_ranges(slice(first_of_tail, last_of_tail), step))
 
     def read(self, units: slice) -> Tensor:
-        """u = Ŵx, (units, b, k)."""
+        """U = Ŵx, (units, b, k)."""
         slot = self._slots[units.start]
         weight, bias = _parts(slot, units, self._columns)
         inputs = self._inputs[slot.inputs]

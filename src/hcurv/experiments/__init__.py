@@ -1,0 +1,1 @@
+"""Data sets, reference networks and the demonstration; needs the optional dependencies."""

@@ -1,11 +1,12 @@
 """The networks on which figures are compared, trained by a fixed recipe.
 
-They are the paper's (its section 5, "Networks and datasets"): plain SGD with batches of 128 taken in the
-order of the training set, PyTorch's default initialisation from seed 0.
+They are the paper's (section 5, "Networks and datasets"): plain SGD with batches of 128 taken in
+the order of the training set, PyTorch's default initialisation from seed 0.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -68,7 +69,7 @@ def build_mlp(
 ) -> nn.Sequential:
     """An MLP with biases: ``activation`` between layers, ``output`` after the last."""
     modules: list[nn.Module] = []
-    for width_in, width_out in zip(sizes, sizes[1:], strict=False):
+    for width_in, width_out in itertools.pairwise(sizes):
         modules += [nn.Linear(width_in, width_out), activation()]
     modules.pop()
     return nn.Sequential(*modules, *([] if output is None else [output]))

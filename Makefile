@@ -1,0 +1,37 @@
+# make demo and make test are all a newcomer needs; both set up .venv first.
+PYTHON ?= python3
+BIN := .venv/bin
+BENCH ?= entries
+DATA ?= $(HCURV_DATA)
+
+.PHONY: setup demo test lint unit bench clean
+
+setup: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/python -m hcurv.experiments.demo demo
+
+test: lint unit
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+unit: setup
+	$(BIN)/python -m pytest
+
+# curvlinops and backpack are installed without their dependencies: they ask for torchvision,
+# which the parts used here do not need.
+bench: setup
+	$(BIN)/python -m pip install --quiet --no-deps --requirement benchmarks/requirements.txt
+	$(BIN)/python benchmarks/$(BENCH).py $(if $(DATA),--data $(DATA))
+
+clean:
+	rm -rf .venv demo

@@ -1,0 +1,119 @@
+"""Square roots and gradients of the losses, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hcurv
+from cases import CASES, Case, QuarticLoss, all_cases, assert_close, labels, normal
+from hcurv.losses import as_loss
+
+
+@all_cases
+def test_square_roots_give_the_hessian(case: Case) -> None:
+    outputs = case.build()(case.inputs).detach()
+    loss = as_loss(case.loss)
+    root = loss.hessian_sqrt(outputs, case.targets)
+    if root.ndim == 2:
+        root = torch.diag_embed(root)
+    divisor = 1.0
+    if loss.reduction == "mean":
+        divisor = loss.divisor(*outputs.shape, case.targets)
+    hessian = torch.func.hessian(case.loss_of_outputs)(outputs)
+    for point, block in enumerate(root.mT @ root / divisor):
+        assert_close(block, hessian[point, :, point, :], 1e3)
+
+
+def test_unsupported_losses_are_refused() -> None:
+    with pytest.raises(TypeError, match="no Hessian is known for the loss L1Loss; supported are"):
+        as_loss(nn.L1Loss())
+    for loss in (nn.MSELoss, nn.CrossEntropyLoss, nn.BCEWithLogitsLoss):
+        with pytest.raises(ValueError, match="reduction='none' leaves no scalar loss"):
+            as_loss(loss(reduction="none"))
+    with pytest.raises(ValueError, match="reduction must be 'mean' or 'sum'; got 'none'"):
+        hcurv.losses.HalfSquaredError("none")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="class weights must not be negative"):
+        as_loss(nn.CrossEntropyLoss(weight=torch.tensor([1.0, -1.0])))
+    with pytest.raises(ValueError, match="pos_weight must not be negative"):
+        as_loss(nn.BCEWithLogitsLoss(pos_weight=torch.tensor([-1.0])))
+    with pytest.raises(ValueError, match="weight must be a scalar or one value per output"):
+        as_loss(nn.BCEWithLogitsLoss(weight=torch.ones(5, 2)))
+
+
+@pytest.mark.parametrize(
+    "name", ["class weights", "class weights, smoothing, ignored class", "logistic", "own loss"]
+)
+def test_missing_targets_are_asked_for(name: str) -> None:
+    case = CASES[name]
+    with pytest.raises(ValueError, match="depends on the targets: pass data as"):
+        hcurv.GaussNewton(case.build(), case.loss, case.inputs)
+
+
+@pytest.mark.parametrize(
+    ("loss", "targets", "message"),
+    [
+        (nn.CrossEntropyLoss(), labels(11, 3)[:, None], "targets must be class labels of shape"),
+        (
+            nn.CrossEntropyLoss(),
+            labels(11, 3) + 1,
+            r"class labels must lie in \[0, 3\); got 1 to 3",
+        ),
+        (nn.CrossEntropyLoss(), normal(11, 3), "class probabilities must not be negative"),
+        (nn.CrossEntropyLoss(), normal(11, 2), r"shape of the network's outputs, \(11, 3\)"),
+        (nn.MSELoss(), normal(11, 1), r"\(11, 3\); got \(11, 1\)"),
+        (hcurv.losses.HalfSquaredError(), normal(11), r"\(11, 3\); got \(11,\)"),
+        (nn.BCEWithLogitsLoss(), 1 + normal(11, 3).abs(), r"must lie in \[0, 1\]"),
+        (
+            nn.CrossEntropyLoss(weight=torch.ones(4)),
+            labels(11, 3),
+            r"one value per class, \(3,\); got \(4,\)",
+        ),
+        (
+            nn.CrossEntropyLoss(ignore_index=0),
+            torch.zeros(11, dtype=torch.long),
+            "no point counts towards the mean",
+        ),
+    ],
+)
+def test_unfit_targets_are_refused(loss: nn.Module, targets: Tensor, message: str) -> None:
+    case = CASES["classifier"]
+    with pytest.raises(ValueError, match=message):
+        hcurv.GaussNewton(case.build(), loss, (case.inputs, targets))
+    if not as_loss(loss).needs_targets:
+        with pytest.raises(ValueError, match=message):
+            hcurv.GaussNewton(case.build(), loss, case.inputs).gradient(targets)
+
+
+def test_gradient_asks_for_targets() -> None:
+    operator = CASES["classifier"].operator()
+    with pytest.raises(ValueError, match=r"the data has no targets: pass gradient\(targets\)"):
+        operator.gradient()
+    with pytest.raises(ValueError, match=r"targets must be a tensor of 11 rows; got \(10,\)"):
+        operator.gradient(labels(10, 3))
+    with pytest.raises(ValueError, match="targets must be a tensor of 11 rows; got list"):
+        operator.gradient([1] * 11)  # type: ignore[arg-type]
+
+
+def test_own_losses_are_checked() -> None:
+    class NoGradient(hcurv.losses.Loss):
+        def hessian_sqrt(self, outputs: Tensor, targets: Tensor | None) -> Tensor:
+            return torch.ones_like(outputs)
+
+    class WrongShape(QuarticLoss):
+        def hessian_sqrt(self, outputs: Tensor, targets: Tensor | None) -> Tensor:
+            return outputs.new_ones(outputs.shape[0], 2)
+
+    class NotConvex(QuarticLoss):
+        def hessian_sqrt(self, outputs: Tensor, targets: Tensor | None) -> Tensor:
+            return torch.full_like(outputs, -1.0).sqrt()
+
+    case = CASES["own loss"]
+    data = (case.inputs, case.targets)
+    with pytest.raises(TypeError, match="NoGradient has no gradient: define gradient"):
+        hcurv.GaussNewton(case.build(), NoGradient(), data).gradient()
+    with pytest.raises(ValueError, match=r"must return \(1, 3\) for a diagonal or \(1, q, 3\)"):
+        hcurv.GaussNewton(case.build(), WrongShape(), data)
+    with pytest.raises(ValueError, match="NaN or infinite values: is the loss convex"):
+        hcurv.GaussNewton(case.build(), NotConvex(), data)

@@ -1,0 +1,94 @@
+"""Memory is known before it is taken, and temporary memory stays within the workspace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import hcurv
+from cases import CASES, normal, seeded
+from hcurv.memory import available_bytes, format_bytes
+
+MB = 2**20
+
+
+def test_too_little_memory_is_said_before_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hcurv.memory.available_bytes", lambda device: 300 * 10**6)
+    model = nn.Sequential(nn.Linear(1000, 1000), nn.ReLU(), nn.Linear(1000, 10))
+    inputs = torch.zeros(10_000, 1000)
+    with pytest.raises(hcurv.InsufficientMemoryError, match=r"10000 points.*0.300 GB|300 MB") as e:
+        hcurv.GaussNewton(model, nn.CrossEntropyLoss(), inputs)
+    message = str(e.value)
+    needed = 10_000 * (10 * 1010 + 1001 + 1001) * 4 + 2**28
+    assert f"needs {format_bytes(needed)}, but only 300 MB is free on cpu" in message
+    for way_out in ("fewer data points", "float32", "freeze layers", "smaller workspace="):
+        assert way_out in message
+
+
+def test_a_block_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = CASES["classifier"].operator()
+    monkeypatch.setattr("hcurv.memory.available_bytes", lambda device: 2**28 + 1)
+    with pytest.raises(hcurv.InsufficientMemoryError, match="dense block of 79 x 79 entries"):
+        operator.to_dense()
+
+
+def test_workspace_has_a_lower_limit() -> None:
+    with pytest.raises(ValueError, match="workspace must be at least 65536 bytes; got 10"):
+        CASES["classifier"].operator(workspace=10)
+
+
+def test_free_memory_is_found() -> None:
+    free = available_bytes(torch.device("cpu"))
+    assert free is None or free > 0
+    assert available_bytes(torch.device("meta")) is None
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(12, "12 B"), (1.9e6, "1.9 MB"), (191e6, "191 MB"), (1.08e13, "10.8 TB")]
+)
+def test_bytes_are_written_for_people(size: float, text: str) -> None:
+    assert format_bytes(size) == text
+
+
+def _resident(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise OSError(field)
+
+
+def _peak_beyond(function: Callable[[], torch.Tensor]) -> int:
+    """Peak resident memory of a call beyond its result and what was there before."""
+    function()  # libraries allocate buffers of their own on first use
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        pytest.skip("peak memory can be reset on Linux only")
+    before = _resident("VmRSS")
+    result = function()
+    return _resident("VmHWM") - before - result.nbytes
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["narrow", "wide"])
+def test_temporary_memory_stays_within_the_workspace(wide: bool) -> None:
+    sizes = (300, 16, 600) if wide else (300, 400, 20)
+    model = seeded(lambda: nn.Sequential(nn.Linear(*sizes[:2]), nn.Tanh(), nn.Linear(*sizes[1:])))
+    loss = nn.MSELoss() if wide else nn.CrossEntropyLoss()
+    workspace = 8 * MB
+    operator = hcurv.GaussNewton(model, loss, normal(1500, 300).float(), workspace=workspace)
+    size = operator.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(0, size, (1500,), generator=generator)
+    few, many = torch.randn(size, 2), torch.randn(size, 64)
+    slack = 8 * MB  # of the allocator and of the threads' own buffers
+    # Each would take from 150 MB up if it were done at once.
+    assert _peak_beyond(lambda: operator @ many) <= workspace + slack
+    assert _peak_beyond(lambda: operator @ few) <= workspace + slack
+    assert _peak_beyond(lambda: operator[rows, rows.flip(0)]) <= workspace + 2 * slack
+    assert _peak_beyond(lambda: operator[:1500, :1500]) <= workspace + 2 * slack
+    assert _peak_beyond(lambda: operator.pairs(rows, rows.flip(0))) <= workspace + slack
+    assert _peak_beyond(operator.diagonal) <= workspace + slack
