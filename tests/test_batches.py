@@ -81,3 +81,11 @@ def test_single_element_batches_are_inputs() -> None:
     ((inputs, targets),) = list(batches)
     assert torch.equal(inputs, CASE.inputs)
     assert targets is None
+
+
+def test_derivatives_that_overflow_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, False), nn.Linear(2, 2, False), nn.Linear(2, 2, False))
+    for layer in model:
+        layer.weight.data.fill_(1e30)
+    with pytest.raises(ValueError, match="derivatives overflow at points 0 to 2"):
+        hcurv.GaussNewton(model, nn.CrossEntropyLoss(), torch.zeros(3, 2))

@@ -53,7 +53,7 @@ def test_little_workspace_changes_nothing(case: Case, monkeypatch: pytest.Monkey
     monkeypatch.setattr("hcurv.products._PART_FLOATS", 7)
     monkeypatch.setattr("hcurv.products._MIN_POINTS", 2)
     monkeypatch.setattr("hcurv.output_jacobian._CACHE_FLOATS", 5)
-    monkeypatch.setattr("hcurv.layer_factors._BATCH_SIZE", 3)
+    monkeypatch.setattr("hcurv.precompute._BATCH_SIZE", 3)
     monkeypatch.setattr("hcurv.gauss_newton.MIN_WORKSPACE", 1)
     check_operator(case.operator(workspace=400), dense(case))
 
@@ -64,7 +64,7 @@ def test_memory_is_known_before_it_is_taken(case: Case) -> None:
     root = hcurv.losses.as_loss(case.loss).hessian_sqrt(
         case.build()(case.inputs).detach(), case.targets
     )
-    plan = hcurv.layer_factors.plan_factors(
+    plan = hcurv.precompute.plan_factors(
         operator.network, operator.num_points, root.shape[1], diagonal=root.ndim == 2
     )
     assert plan.num_floats == operator.num_stored

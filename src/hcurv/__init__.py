@@ -3,8 +3,8 @@
 from hcurv import losses
 from hcurv.gauss_newton import GaussNewton
 from hcurv.memory import InsufficientMemoryError
-from hcurv.network import UnsupportedModelError
 from hcurv.operators import EntrySource, SymmetricOperator
+from hcurv.tracing import UnsupportedModelError
 
 __version__ = "0.1.0"
 

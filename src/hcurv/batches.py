@@ -7,6 +7,7 @@ loader that reshuffles is found out by checksums.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ class Batches:
                     f" first batch {tuple(first.shape[1:])} (to pass inputs and targets at once,"
                     " use a tuple (inputs, targets), not a list)"
                 )
-            if not bool(torch.isfinite(inputs).all()):
+            if not all(math.isfinite(extreme) for extreme in torch.aminmax(inputs)):
                 raise ValueError(f"inputs of batch {len(checksums)} have NaN or infinite values")
             num_points += inputs.shape[0]
             if batch_targets is not None:

@@ -9,11 +9,12 @@ from tqdm import tqdm
 from hcurv import entries, products
 from hcurv.batches import Batches, Data
 from hcurv.indexing import Index, Indices, is_integer, resolve_indices
-from hcurv.layer_factors import LayerFactors, compute_factors, loss_scale
+from hcurv.layer_factors import LayerFactors
 from hcurv.losses import Loss, as_loss
 from hcurv.memory import require_bytes
 from hcurv.network import Network, check_reading, read_network
 from hcurv.operators import SymmetricOperator
+from hcurv.precompute import compute_factors, loss_scale
 
 __all__ = ["GaussNewton"]
 
