@@ -226,12 +226,15 @@ class WideJacobian(OutputJacobian):
         interface: B_i^ℓ = M_i^{L-1} W_{L-1} … M_i^ℓ of the hidden units, (hidden, r, n).
         head: W_L, (q, r).
         gram: g_i of all pairs of hidden units, (hidden · hidden, n).
+        first_adjacent: first unit of the layer before the tail, where B is diagonal; the number
+            of hidden units if that layer is not trainable.
     """
 
     interface: Tensor
     head: Tensor
     gram: Tensor
     tail: Tensor
+    first_adjacent: int
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -277,12 +280,17 @@ class WideJacobian(OutputJacobian):
         return self.gram[:, points].index_select(0, first * self.num_hidden + second)
 
     def cross_gram(self, hidden: Tensor | int, tail: Tensor | int, points: slice) -> Tensor:
-        """c²·(W_L B)."""
+        """c²·(W_L B); of units next to the tail, B has a single nonzero."""
         interface = self.interface[:, :, points]
         scale = self.tail[:, points][tail].square()
-        if isinstance(hidden, int):
-            return (self.head[tail] @ interface[hidden]).mul_(scale)
-        if isinstance(tail, int):
-            return torch.matmul(self.head[tail], interface[hidden]).mul_(scale)
-        products = self.head.index_select(0, tail)[:, :, None] * interface[hidden]
-        return products.sum(1).mul_(scale)
+        first = hidden if isinstance(hidden, int) else int(hidden.min())
+        if first >= self.first_adjacent:
+            row = hidden - self.first_adjacent
+            product = interface[hidden, row] * self.head[tail, row][..., None]
+        elif isinstance(hidden, int):
+            product = self.head[tail] @ interface[hidden]
+        elif isinstance(tail, int):
+            product = torch.matmul(self.head[tail], interface[hidden])
+        else:
+            product = torch.bmm(self.head[tail][:, None], interface[hidden]).squeeze(1)
+        return product.mul_(scale).view(-1, product.shape[-1])

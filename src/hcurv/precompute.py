@@ -141,6 +141,8 @@ class _Storage:
             )
         assert self.tail is not None
         assert self.gram is not None
+        last = plan.hidden[-1]
+        adjacent = last.position == len(network.layers) - 2
         return WideJacobian(
             hidden_layers=hidden_layers,
             tail=self.tail,
@@ -148,6 +150,7 @@ class _Storage:
             interface=self.factor,
             head=network.layers[-1].weight,
             gram=self.gram,
+            first_adjacent=last.units.start if adjacent else last.units.stop,
         )
 
 

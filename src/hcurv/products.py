@@ -23,8 +23,9 @@ from hcurv.output_jacobian import FEW_COLUMNS
 
 __all__ = ["diagonal", "gradient", "product"]
 
-# Fewer points than this per pass, and reading the operands outweighs the arithmetic.
-_MIN_POINTS = 512
+# Fewer points per pass, and reading the operands outweighs the arithmetic; more, and the
+# temporaries of a few units fill the caches.
+_MIN_POINTS, _MAX_POINTS = 512, 1024
 # Floats of u and of z that exist at a time; larger temporaries cost fresh memory pages.
 _PART_FLOATS = 2**21
 
@@ -48,7 +49,7 @@ def _steps(factors: LayerFactors, num_columns: int, workspace: int) -> tuple[int
     rows = factors.jacobian.tensors[0].shape[1]
     points = min(factors.num_points, _MIN_POINTS)
     columns = min(num_columns, max(FEW_COLUMNS, budget // (rows * points)))
-    return columns, max(1, budget // (rows * columns))
+    return columns, max(1, min(budget // (rows * columns), _MAX_POINTS))
 
 
 class _ProductParts:
