@@ -33,7 +33,7 @@ _PART_FLOATS = 2**21
 def product(factors: LayerFactors, rhs: Tensor, workspace: int) -> Tensor:
     """H @ rhs for rhs of shape (N, k), within ``workspace`` bytes of temporary memory."""
     rhs = rhs.contiguous()
-    result = torch.zeros_like(rhs)
+    result = torch.empty_like(rhs)  # written by the first points, added to by the others
     num_columns, num_points = _steps(factors, rhs.shape[1], workspace)
     for columns in _ranges(slice(0, rhs.shape[1]), num_columns):
         for points in _point_slices(factors.num_points, num_points):
@@ -66,6 +66,7 @@ class _ProductParts:
         self._inputs = factors.inputs[:, points]
         self._columns = columns
         self._target = target
+        self._first = points.start == 0
         self.num_columns = columns.shape[1]
         jacobian = factors.jacobian
         rows = jacobian.tensors[0].shape[1]
@@ -92,7 +93,8 @@ class _ProductParts:
     def write(self, units: slice, values: Tensor) -> None:
         """Add zxᵀ to the result."""
         slot = self._slots[units.start]
-        _accumulate(slot, units, self._inputs[slot.inputs], values, self._target)
+        inputs = self._inputs[slot.inputs]
+        _accumulate(slot, units, inputs, values, self._target, keep=not self._first)
 
 
 def _ranges(whole: slice, step: int) -> Iterator[slice]:
@@ -192,16 +194,24 @@ def _linearised_forward(
 
 
 def _accumulate(
-    slot: LayerSlot, units: slice, inputs: Tensor, values: Tensor, target: Tensor
+    slot: LayerSlot,
+    units: slice,
+    inputs: Tensor,
+    values: Tensor,
+    target: Tensor,
+    keep: bool = True,
 ) -> None:
-    """Add Σ_i values[μ, i, :] x_i[ν] to the layer's part of ``target``."""
+    """Add Σ_i values[μ, i, :] x_i[ν] to the layer's part of ``target``, or put it there."""
     weight, bias = _parts(slot, units, target)
     num_units, _, num_columns = values.shape
     if weight is not None and num_columns < FEW_COLUMNS:
         rows = values.permute(2, 0, 1).reshape(num_columns * num_units, -1)
         added = rows @ inputs[: weight.shape[1]].T
-        weight += added.view(num_columns, num_units, -1).permute(1, 2, 0)
+        added = added.view(num_columns, num_units, -1).permute(1, 2, 0)
+        weight.copy_(weight + added if keep else added)
     elif weight is not None:
-        weight.baddbmm_(inputs[: weight.shape[1]].expand(num_units, -1, -1), values)
+        features = inputs[: weight.shape[1]].expand(num_units, -1, -1)
+        weight.baddbmm_(features, values, beta=int(keep))
     if bias is not None:
-        bias += values.sum(1)
+        added = values.sum(1)
+        bias.copy_(bias + added if keep else added)
