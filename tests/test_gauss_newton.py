@@ -12,7 +12,8 @@ import hcurv
 import oracles
 from cases import CASES, Case, all_cases, assert_close, both_dtypes, labels, normal, seeded
 from conformance import check_operator
-from hcurv.output_jacobian import NarrowJacobian, WideJacobian
+from hcurv.narrow_jacobian import NarrowJacobian
+from hcurv.wide_jacobian import WideJacobian
 
 
 def dense(case: Case) -> torch.Tensor:

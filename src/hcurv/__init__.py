@@ -4,6 +4,7 @@ from hcurv import losses
 from hcurv.gauss_newton import GaussNewton
 from hcurv.memory import InsufficientMemoryError
 from hcurv.operators import EntrySource, SymmetricOperator
+from hcurv.sampling import SampledEntries, SamplingError, num_samples_for, sampling_error
 from hcurv.tracing import UnsupportedModelError
 
 __version__ = "0.1.0"
@@ -12,7 +13,11 @@ __all__ = [
     "EntrySource",
     "GaussNewton",
     "InsufficientMemoryError",
+    "SampledEntries",
+    "SamplingError",
     "SymmetricOperator",
     "UnsupportedModelError",
     "losses",
+    "num_samples_for",
+    "sampling_error",
 ]

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from hcurv.layer_factors import LayerFactors
-from hcurv.output_jacobian import NarrowJacobian, OutputJacobian
+from hcurv.narrow_jacobian import NarrowJacobian
+from hcurv.output_jacobian import OutputJacobian
 
 __all__ = ["block", "pairs"]
 

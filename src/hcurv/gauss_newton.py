@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from hcurv import entries, products
 from hcurv.batches import Batches, Data
-from hcurv.indexing import Index, Indices, is_integer, resolve_indices
+from hcurv.indexing import Index, Indices, is_integer, resolve_indices, resolve_pairs
 from hcurv.layer_factors import LayerFactors
 from hcurv.losses import Loss, as_loss
 from hcurv.memory import require_bytes
 from hcurv.network import Network, check_reading, read_network
 from hcurv.operators import SymmetricOperator
-from hcurv.precompute import compute_factors, loss_scale
+from hcurv.precompute import check_targets, compute_factors, loss_scale
+from hcurv.sampling import SampledEntries, Scheme, draw_points
 
 __all__ = ["GaussNewton"]
 
@@ -67,9 +70,14 @@ class GaussNewton(SymmetricOperator):
             survey = batches.survey()
             check_reading(network, model, survey.first_inputs)
             self._targets = survey.targets
+            shape = (survey.num_points, network.num_outputs)
+            check_targets(self._loss, *shape, survey.targets)
+            self._scale = loss_scale(self._loss, *shape, survey.targets)
+            self._points: Tensor | None = None
+            self._point_weights: Tensor | None = None
             with tqdm(total=survey.num_points, unit="points", disable=not progress) as bar:
                 self._factors = compute_factors(
-                    network, self._loss, batches, survey, self._workspace, bar.update
+                    network, self._loss, self._scale, batches, survey, self._workspace, bar.update
                 )
 
     def __repr__(self) -> str:
@@ -114,6 +122,53 @@ class GaussNewton(SymmetricOperator):
         """The stored factors."""
         return self._factors
 
+    def sample_entries(
+        self, num_samples: int = 1000, scheme: Scheme = "importance", seed: int = 0
+    ) -> SampledEntries:
+        """Monte Carlo entries, O(n + q·num_samples) work each (paper, Algorithm 3.1).
+
+        Args:
+            num_samples: c, the samples per entry; `num_samples_for` gives it for an accuracy.
+            scheme: "importance", "stratified" or "uniform" (see `SampledEntries`).
+            seed: of all draws.
+        """
+        with torch.no_grad():
+            return SampledEntries(self._factors, num_samples, scheme, seed, self._workspace)
+
+    def subsample(self, num_points: int, seed: int = 0) -> GaussNewton:
+        """An unbiased estimate of this matrix from fewer points, itself exact to work with.
+
+        ``num_points`` points are drawn with replacement in proportion to ‖V(t)‖_F², their shares
+        in the trace, and weighted by the inverse. The result is positive semi-definite, has the
+        same trace, and E‖W − H‖_F² ≤ trace(H)²/num_points. Points drawn repeatedly are merged, so
+        that it may hold fewer than ``num_points``; `points` says which.
+
+        Args:
+            num_points: points to draw, at most n.
+            seed: of the draw.
+        """
+        if not isinstance(num_points, int) or not 1 <= num_points <= self.num_points:
+            raise ValueError(
+                f"num_points must be an integer from 1 to {self.num_points}, the points that there"
+                f" are; got {num_points!r}"
+            )
+        with torch.no_grad():
+            points, weights = draw_points(self._factors, num_points, seed)
+            result = copy.copy(self)
+            result._factors = self._factors.select(points, weights.sqrt().to(self.dtype))
+            result._points = self.points[points]
+            result._targets = None if self._targets is None else self._targets[points]
+            earlier = 1.0 if self._point_weights is None else self._point_weights[points]
+            result._point_weights = weights * earlier
+            return result
+
+    @property
+    def points(self) -> Tensor:
+        """Positions of this matrix's points in the data that it was built from, (n,)."""
+        if self._points is None:
+            return torch.arange(self.num_points, device=self.device)
+        return self._points
+
     def _matmat(self, rhs: Tensor) -> Tensor:
         return products.product(self._factors, rhs, self._workspace)
 
@@ -152,14 +207,8 @@ class GaussNewton(SymmetricOperator):
     def pairs(self, rows: Indices, cols: Indices) -> Tensor:
         """The entries H[rows[j], cols[j]], elementwise, exactly."""
         with torch.no_grad():
-            row_index = resolve_indices(rows, self.shape[0], self.device, "rows")
-            col_index = resolve_indices(cols, self.shape[1], self.device, "cols")
-            if row_index.numel() != col_index.numel():
-                raise ValueError(
-                    f"rows and cols must have the same length; got {row_index.numel()} and"
-                    f" {col_index.numel()} (for a block use H[rows, cols])"
-                )
-            return entries.pairs(self._factors, row_index, col_index)
+            index = resolve_pairs(rows, cols, self.shape[0], self.device)
+            return entries.pairs(self._factors, *index)
 
     def to_dense(self) -> Tensor:
         """The whole matrix, (N, N), if there is memory for it."""
@@ -182,9 +231,14 @@ class GaussNewton(SymmetricOperator):
         if targets.is_floating_point():
             targets = targets.to(self.dtype)
         shape = (self.num_points, self._network.num_outputs)
-        self._loss.check_targets(shape, targets)
-        scale = loss_scale(self._loss, *shape, targets)
+        check_targets(self._loss, *shape, targets)
+        if self._point_weights is None:
+            weights = torch.full_like(
+                self._factors.inputs[0], loss_scale(self._loss, *shape, targets)
+            )
+        else:  # a subset estimates the gradient over all points
+            weights = (self._scale * self._point_weights).to(self.dtype)
         with torch.no_grad():
             return products.gradient(
-                self._network, self._factors, self._loss, targets, scale, self._workspace
+                self._network, self._factors, self._loss, targets, weights, self._workspace
             )

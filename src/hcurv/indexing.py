@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["Index", "Indices", "is_integer", "resolve_indices"]
+__all__ = ["Index", "Indices", "is_integer", "resolve_indices", "resolve_pairs"]
 
 Indices: TypeAlias = Tensor | Sequence[int] | slice | range | npt.NDArray[np.integer]
 Index: TypeAlias = int | Indices
@@ -74,3 +74,21 @@ def resolve_indices(indices: Index, size: int, device: torch.device, name: str) 
         if low < 0:
             index = torch.where(index < 0, index + size, index)
     return index
+
+
+def resolve_pairs(
+    rows: Indices, cols: Indices, size: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Resolve rows and cols that are meant elementwise.
+
+    Raises:
+        ValueError: they differ in length.
+    """
+    row_index = resolve_indices(rows, size, device, "rows")
+    col_index = resolve_indices(cols, size, device, "cols")
+    if row_index.numel() != col_index.numel():
+        raise ValueError(
+            f"rows and cols must have the same length; got {row_index.numel()} and"
+            f" {col_index.numel()} (for a block use [rows, cols] or block)"
+        )
+    return row_index, col_index

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -64,6 +64,26 @@ class LayerFactors:
     def num_stored(self) -> int:
         """Number of stored floats."""
         return self.inputs.numel() + sum(t.numel() for t in self.jacobian.tensors)
+
+    def select(self, points: Tensor, scale: Tensor) -> LayerFactors:
+        """The factors of some points, their Jacobians multiplied by ``scale``."""
+        jacobian = self.jacobian.select(points, scale)
+        return replace(self, inputs=self.inputs[:, points], jacobian=jacobian)
+
+    def point_norms(self) -> Tensor:
+        """‖V(i)‖_F² = Σ_k ‖v_k(i)‖², the share of each point in trace(H), (n,)."""
+        result = self.inputs.new_zeros(self.num_points, dtype=torch.float64)
+        squares = self.jacobian.column_norms().double().square_()
+        for slot in self.slots:
+            layer, inputs = slot.layer, self.inputs[slot.inputs].double()
+            features = inputs[: layer.in_features].square().sum(0)
+            share = torch.zeros_like(result)
+            if layer.weight_offset is not None:
+                share += features
+            if layer.bias_offset is not None:
+                share += 1
+            result += share * squares[slot.units].sum(0)
+        return result
 
     def locate(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """The unit μ and the input ν that each flat parameter index joins."""

@@ -21,7 +21,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["FEW_COLUMNS", "NarrowJacobian", "OutputJacobian", "UnitParts", "WideJacobian"]
+__all__ = [
+    "FEW_COLUMNS",
+    "OutputJacobian",
+    "UnitParts",
+    "contract",
+    "expand",
+    "normalised",
+    "project",
+    "take",
+]
 
 
 class UnitParts(Protocol):
@@ -119,11 +128,84 @@ class OutputJacobian(ABC):
         index = torch.arange(units.start, units.stop, device=self.tensors[0].device)
         return self.hidden_gram(index, index, points)
 
+    def column_norms(self) -> Tensor:
+        """‖C_i[:, μ]‖ of all units with trainable parameters, (units, n)."""
+        everywhere = slice(0, self.tensors[0].shape[-1])
+        norms = [
+            self.squared_norms(slice(unit, unit + 1), everywhere).sqrt_()
+            for unit in range(self.num_hidden)
+        ]
+        if self.tail is not None and self.tail_trainable:
+            norms.append(self.tail.abs())
+        return torch.cat(norms)
+
+    def gram_at(self, first: Tensor, second: Tensor, points: Tensor) -> Tensor:
+        """G of pairs of units, each at points of its own, (pairs, c) like ``points``."""
+        first, second = torch.minimum(first, second), torch.maximum(first, second)
+        result = self.tensors[0].new_zeros(points.shape)
+        first_hidden, second_hidden = first < self.num_hidden, second < self.num_hidden
+        for kind, evaluate in (
+            (second_hidden, self._hidden_at),
+            (first_hidden & ~second_hidden, self._cross_at),
+            (~first_hidden & (first == second), self._tail_at),
+        ):
+            index = kind.nonzero().squeeze(1)
+            if index.numel() == points.shape[0]:
+                return evaluate(first, second, points)
+            if index.numel():
+                result[index] = evaluate(first[index], second[index], points[index])
+        return result
+
+    def orthogonal(self, first: Tensor, second: Tensor) -> Tensor:
+        """Whether g of pairs of units is zero at every point by construction."""
+        return (first != second) & (torch.minimum(first, second) >= self.num_hidden)
+
+    @abstractmethod
+    def _hidden_at(self, first: Tensor, second: Tensor, points: Tensor) -> Tensor:
+        """`gram_at` for hidden units."""
+
+    @abstractmethod
+    def _cross_at(self, hidden: Tensor, tail: Tensor, points: Tensor) -> Tensor:
+        """`gram_at` for a hidden unit with one of the tail."""
+
+    def _tail_at(self, first: Tensor, second: Tensor, points: Tensor) -> Tensor:
+        assert self.tail is not None
+        return take(self.tail, (first - self.num_hidden,), points).square_()
+
+    @abstractmethod
+    def direction_features(self, num_features: int, generator: torch.Generator) -> Tensor:
+        """A random projection of the directions of all columns, (num_features, n)."""
+
+    @abstractmethod
+    def select(self, points: Tensor, scale: Tensor) -> OutputJacobian:
+        """C_i at some points, each multiplied by its factor in ``scale``."""
+
+
+def take(values: Tensor, position: tuple[Tensor, ...], points: Tensor) -> Tensor:
+    """values[position][p, points[p, :]]: for each pair p another row, at points of its own."""
+    row = position[0]
+    for axis, index in enumerate(position[1:], start=1):
+        row = row * values.shape[axis] + index
+    return values.reshape(-1).take(row[:, None] * values.shape[-1] + points)
+
+
+def project(values: Tensor, num_features: int, generator: torch.Generator) -> Tensor:
+    """A Gaussian projection of the rows of values, (rows, n) to (num_features, n)."""
+    weights = torch.randn(
+        num_features, values.shape[0], dtype=torch.float64, generator=generator
+    ).to(values)
+    return weights @ values
+
+
+def normalised(values: Tensor, norms: Tensor) -> Tensor:
+    """Values divided by their norms where these are positive."""
+    return values / torch.where(norms > 0, norms, 1)
+
 
 _CACHE_FLOATS = 2**19  # of an accumulator in elementwise passes over a factor
 
 
-def _contract(factor: Tensor, columns: Tensor, result: Tensor) -> None:
+def contract(factor: Tensor, columns: Tensor, result: Tensor) -> None:
     """Add Σ_μ factor[μ, :, i] columns[μ, i, :]: (d, q, b) and (d, b, k) to (b, q, k)."""
     if columns.shape[2] >= FEW_COLUMNS:
         result.baddbmm_(factor.permute(2, 1, 0).contiguous(), columns.permute(1, 0, 2))
@@ -136,7 +218,7 @@ def _contract(factor: Tensor, columns: Tensor, result: Tensor) -> None:
         output += sums.sum(0).T
 
 
-def _expand(factor: Tensor, outputs: Tensor) -> Tensor:
+def expand(factor: Tensor, outputs: Tensor) -> Tensor:
     """Σ_q factor[μ, q, i] outputs[i, q, :]: (d, q, b) and (b, q, k) to (d, b, k)."""
     num_units, num_rows, num_points = factor.shape
     num_columns = outputs.shape[2]
@@ -147,150 +229,3 @@ def _expand(factor: Tensor, outputs: Tensor) -> Tensor:
         for row in range(num_rows):
             target.addcmul_(factor[:, row], output[row])
     return result.permute(1, 2, 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class NarrowJacobian(OutputJacobian):
-    """The columns themselves.
-
-    Attributes:
-        factor: C_i[:, μ] of the hidden units, (hidden, q, n).
-    """
-
-    factor: Tensor
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The factor and the tail."""
-        return (self.factor,) if self.tail is None else (self.factor, self.tail)
-
-    @property
-    def num_rows(self) -> int:
-        """The number q of rows of C_i."""
-        return self.factor.shape[1]
-
-    @property
-    def gram_cost(self) -> int:
-        """One inner product of columns."""
-        return self.num_rows
-
-    def apply_normal(self, parts: UnitParts, points: slice) -> None:
-        """Y = Cu, then z = Cᵀy."""
-        num_points = points.stop - points.start
-        outputs = self.factor.new_zeros(num_points, self.num_rows, parts.num_columns)
-        for units in parts.hidden:
-            _contract(self.factor[units, :, points], parts.read(units), outputs)
-        for units in parts.tail:
-            rows = self._tail_rows(units)
-            scaled = parts.read(units) * self._tail(rows, points)[:, :, None]
-            outputs[:, rows] += scaled.transpose(0, 1)
-        for units in parts.hidden:
-            parts.write(units, _expand(self.factor[units, :, points], outputs))
-        for units in parts.tail:
-            rows = self._tail_rows(units)
-            scaled = outputs[:, rows].transpose(0, 1) * self._tail(rows, points)[:, :, None]
-            parts.write(units, scaled)
-
-    def columns(self, units: Tensor, points: slice) -> Tensor:
-        """C_i[:, μ] of some hidden units, (units, q, b), a copy."""
-        return self.factor[:, :, points].index_select(0, units)
-
-    def hidden_gram(
-        self, first: Tensor | int, second: Tensor, points: slice, scratch: Tensor | None = None
-    ) -> Tensor:
-        """Inner products of columns over the q rows."""
-        factor = self.factor[:, :, points]
-        shape = (second.numel(), *factor.shape[1:])
-        if scratch is None or isinstance(first, int):
-            columns = factor.index_select(0, second)
-            columns.mul_(factor[first] if isinstance(first, int) else factor.index_select(0, first))
-            return columns.sum(1)
-        # Reused buffers: fresh pages for every call would cost more than the arithmetic.
-        size = second.numel() * factor.shape[1] * factor.shape[2]
-        left = torch.index_select(factor, 0, first, out=scratch[0, :size].view(shape))
-        right = torch.index_select(factor, 0, second, out=scratch[1, :size].view(shape))
-        return left.mul_(right).sum(1)
-
-    def cross_gram(self, hidden: Tensor | int, tail: Tensor | int, points: slice) -> Tensor:
-        """One product: the column of a tail unit has a single nonzero."""
-        assert self.tail is not None
-        product = self.factor[:, :, points][hidden, tail] * self.tail[:, points][tail]
-        return product.view(-1, product.shape[-1])
-
-
-@dataclass(frozen=True, kw_only=True)
-class WideJacobian(OutputJacobian):
-    """C_i^ℓ = diag(c_i) W_L B_i^ℓ for ℓ < L and C_i^L = diag(c_i), with c_i the tail.
-
-    Attributes:
-        interface: B_i^ℓ = M_i^{L-1} W_{L-1} … M_i^ℓ of the hidden units, (hidden, r, n).
-        head: W_L, (q, r).
-        gram: g_i of all pairs of hidden units, (hidden · hidden, n).
-        first_adjacent: first unit of the layer before the tail, where B is diagonal; the number
-            of hidden units if that layer is not trainable.
-    """
-
-    interface: Tensor
-    head: Tensor
-    gram: Tensor
-    tail: Tensor
-    first_adjacent: int
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Interface, head, Gram forms and tail."""
-        return (self.interface, self.head, self.gram, self.tail)
-
-    @property
-    def num_rows(self) -> int:
-        """The number q of rows of C_i."""
-        return self.head.shape[0]
-
-    @property
-    def gram_cost(self) -> int:
-        """Nothing: the Gram forms are stored."""
-        return 0
-
-    def apply_normal(self, parts: UnitParts, points: slice) -> None:
-        """With s = Bu: z_L = c²(W_L s + u_L) and z = Bᵀ W_Lᵀ z_L; no q x b x k array is formed."""
-        num_points, num_columns = points.stop - points.start, parts.num_columns
-        reached = self.head.new_zeros(num_points, self.head.shape[1], num_columns)
-        for units in parts.hidden:
-            _contract(self.interface[units, :, points], parts.read(units), reached)
-        reached = reached.transpose(0, 1).reshape(-1, num_points * num_columns)
-        returned = torch.zeros_like(reached)
-        for units in parts.tail:
-            rows = self._tail_rows(units)
-            head = self.head[rows]
-            through = (head @ reached).view(-1, num_points, num_columns)
-            if self.tail_trainable:
-                through += parts.read(units)
-            through *= self._tail(rows, points).square()[:, :, None]
-            if self.tail_trainable:
-                parts.write(units, through)
-            returned.addmm_(head.T, through.view(head.shape[0], -1))
-        returned = returned.view(-1, num_points, num_columns).transpose(0, 1).contiguous()
-        for units in parts.hidden:
-            parts.write(units, _expand(self.interface[units, :, points], returned))
-
-    def hidden_gram(
-        self, first: Tensor | int, second: Tensor, points: slice, scratch: Tensor | None = None
-    ) -> Tensor:
-        """Looked up."""
-        return self.gram[:, points].index_select(0, first * self.num_hidden + second)
-
-    def cross_gram(self, hidden: Tensor | int, tail: Tensor | int, points: slice) -> Tensor:
-        """c²·(W_L B); of units next to the tail, B has a single nonzero."""
-        interface = self.interface[:, :, points]
-        scale = self.tail[:, points][tail].square()
-        first = hidden if isinstance(hidden, int) else int(hidden.min())
-        if first >= self.first_adjacent:
-            row = hidden - self.first_adjacent
-            product = interface[hidden, row] * self.head[tail, row][..., None]
-        elif isinstance(hidden, int):
-            product = self.head[tail] @ interface[hidden]
-        elif isinstance(tail, int):
-            product = torch.matmul(self.head[tail], interface[hidden])
-        else:
-            product = torch.bmm(self.head[tail][:, None], interface[hidden]).squeeze(1)
-        return product.mul_(scale).view(-1, product.shape[-1])

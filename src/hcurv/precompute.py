@@ -18,10 +18,12 @@ from hcurv.batches import Batches, Survey
 from hcurv.layer_factors import LayerFactors, LayerSlot
 from hcurv.losses import Loss
 from hcurv.memory import format_bytes, require_bytes
+from hcurv.narrow_jacobian import NarrowJacobian
 from hcurv.network import Network
-from hcurv.output_jacobian import NarrowJacobian, OutputJacobian, WideJacobian
+from hcurv.output_jacobian import OutputJacobian
+from hcurv.wide_jacobian import WideJacobian
 
-__all__ = ["FactorPlan", "compute_factors", "loss_scale", "plan_factors"]
+__all__ = ["FactorPlan", "check_targets", "compute_factors", "loss_scale", "plan_factors"]
 
 # Points propagated at a time, at most: more fill no larger matrix products, only more memory.
 _BATCH_SIZE = 512
@@ -273,6 +275,7 @@ def _loss_root(loss: Loss, outputs: Tensor, targets: Tensor | None) -> Tensor:
 def compute_factors(
     network: Network,
     loss: Loss,
+    scale: float,
     batches: Batches,
     survey: Survey,
     workspace: int,
@@ -283,6 +286,7 @@ def compute_factors(
     Args:
         network: the network.
         loss: the loss.
+        scale: what the sum of the points' losses is multiplied by.
         batches: the data.
         survey: what a first pass over the data found.
         workspace: bytes of temporary memory to stay within.
@@ -292,14 +296,6 @@ def compute_factors(
         InsufficientMemoryError: the factors do not fit into free memory; nothing was allocated.
     """
     targets = survey.targets
-    if targets is None and loss.needs_targets:
-        raise ValueError(
-            f"the Hessian of this {type(loss).__name__} loss depends on the targets: pass data as"
-            " (inputs, targets) or as batches of both"
-        )
-    if targets is not None:
-        loss.check_targets((survey.num_points, network.num_outputs), targets)
-    scale = loss_scale(loss, survey.num_points, network.num_outputs, targets)
     sample = survey.first_inputs[:1]
     root = _loss_root(loss, _forward(network, sample, 0).outputs, _part(targets, slice(0, 1)))
     plan = plan_factors(network, survey.num_points, root.shape[1], diagonal=root.ndim == 2)
@@ -323,6 +319,17 @@ def compute_factors(
             if progress is not None:
                 progress(part.shape[0])
     return LayerFactors(plan.slots, storage.inputs, storage.freeze(network), network.num_parameters)
+
+
+def check_targets(loss: Loss, num_points: int, num_outputs: int, targets: Tensor | None) -> None:
+    """Refuse targets that are missing or do not fit."""
+    if targets is not None:
+        loss.check_targets((num_points, num_outputs), targets)
+    elif loss.needs_targets:
+        raise ValueError(
+            f"the Hessian of this {type(loss).__name__} loss depends on the targets: pass data as"
+            " (inputs, targets) or as batches of both"
+        )
 
 
 def loss_scale(loss: Loss, num_points: int, num_outputs: int, targets: Tensor | None) -> float:

@@ -126,10 +126,10 @@ def gradient(
     factors: LayerFactors,
     loss: Loss,
     targets: Tensor,
-    scale: float,
+    weights: Tensor,
     workspace: int,
 ) -> Tensor:
-    """The flat gradient, (N,), by back-propagation (paper, Table 1, left).
+    """The flat gradient, (N,), of Σ_i weights[i] f_i by back-propagation (paper, Table 1, left).
 
     The pass begins at the stored inputs of the first trainable layer.
     """
@@ -145,7 +145,7 @@ def gradient(
         for layer in layers:
             current, slope = layer.propagate(current)
             slopes.append(slope)
-        adjoint = loss.gradient(current, targets[points]) * scale
+        adjoint = loss.gradient(current, targets[points]) * weights[points, None]
         for position in range(len(layers) - 1, -1, -1):
             slope = slopes[position]
             if slope is not None:

@@ -1,0 +1,130 @@
+"""Output Jacobians in Gram form: for outputs wider than the hidden layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hcurv.output_jacobian import (
+    OutputJacobian,
+    UnitParts,
+    contract,
+    expand,
+    normalised,
+    project,
+    take,
+)
+
+__all__ = ["WideJacobian"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WideJacobian(OutputJacobian):
+    """C_i^ℓ = diag(c_i) W_L B_i^ℓ for ℓ < L and C_i^L = diag(c_i), with c_i the tail.
+
+    Attributes:
+        interface: B_i^ℓ = M_i^{L-1} W_{L-1} … M_i^ℓ of the hidden units, (hidden, r, n).
+        head: W_L, (q, r).
+        gram: g_i of all pairs of hidden units, (hidden · hidden, n).
+        first_adjacent: first unit of the layer before the tail, where B is diagonal; the number
+            of hidden units if that layer is not trainable.
+    """
+
+    interface: Tensor
+    head: Tensor
+    gram: Tensor
+    tail: Tensor
+    first_adjacent: int
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Interface, head, Gram forms and tail."""
+        return (self.interface, self.head, self.gram, self.tail)
+
+    @property
+    def num_rows(self) -> int:
+        """The number q of rows of C_i."""
+        return self.head.shape[0]
+
+    @property
+    def gram_cost(self) -> int:
+        """Nothing: the Gram forms are stored."""
+        return 0
+
+    def apply_normal(self, parts: UnitParts, points: slice) -> None:
+        """With s = Bu: z_L = c²(W_L s + u_L) and z = Bᵀ W_Lᵀ z_L; no q x b x k array is formed."""
+        num_points, num_columns = points.stop - points.start, parts.num_columns
+        reached = self.head.new_zeros(num_points, self.head.shape[1], num_columns)
+        for units in parts.hidden:
+            contract(self.interface[units, :, points], parts.read(units), reached)
+        reached = reached.transpose(0, 1).reshape(-1, num_points * num_columns)
+        returned = torch.zeros_like(reached)
+        for units in parts.tail:
+            rows = self._tail_rows(units)
+            head = self.head[rows]
+            through = (head @ reached).view(-1, num_points, num_columns)
+            if self.tail_trainable:
+                through += parts.read(units)
+            through *= self._tail(rows, points).square()[:, :, None]
+            if self.tail_trainable:
+                parts.write(units, through)
+            returned.addmm_(head.T, through.view(head.shape[0], -1))
+        returned = returned.view(-1, num_points, num_columns).transpose(0, 1).contiguous()
+        for units in parts.hidden:
+            parts.write(units, expand(self.interface[units, :, points], returned))
+
+    def hidden_gram(
+        self, first: Tensor | int, second: Tensor, points: slice, scratch: Tensor | None = None
+    ) -> Tensor:
+        """Looked up."""
+        return self.gram[:, points].index_select(0, first * self.num_hidden + second)
+
+    def cross_gram(self, hidden: Tensor | int, tail: Tensor | int, points: slice) -> Tensor:
+        """c²·(W_L B); of units next to the tail, B has a single nonzero."""
+        interface = self.interface[:, :, points]
+        scale = self.tail[:, points][tail].square()
+        first = hidden if isinstance(hidden, int) else int(hidden.min())
+        if first >= self.first_adjacent:
+            row = hidden - self.first_adjacent
+            product = interface[hidden, row] * self.head[tail, row][..., None]
+        elif isinstance(hidden, int):
+            product = self.head[tail] @ interface[hidden]
+        elif isinstance(tail, int):
+            product = torch.matmul(self.head[tail], interface[hidden])
+        else:
+            product = torch.bmm(self.head[tail][:, None], interface[hidden]).squeeze(1)
+        return product.mul_(scale).view(-1, product.shape[-1])
+
+    def _hidden_at(self, first: Tensor, second: Tensor, points: Tensor) -> Tensor:
+        return take(self.gram, (first * self.num_hidden + second,), points)
+
+    def _cross_at(self, hidden: Tensor, tail: Tensor, points: Tensor) -> Tensor:
+        tail = tail - self.num_hidden
+        product = self.head.new_zeros(points.shape)
+        for row in range(self.head.shape[1]):
+            index = torch.tensor(row, device=hidden.device)
+            weights = self.head[tail, row][:, None]
+            product.addcmul_(weights, take(self.interface, (hidden, index), points))
+        return product.mul_(take(self.tail, (tail,), points).square_())
+
+    def direction_features(self, num_features: int, generator: torch.Generator) -> Tensor:
+        """Cosines between hidden columns, and the direction of the tail, projected."""
+        diagonal = torch.arange(self.num_hidden, device=self.gram.device) * (self.num_hidden + 1)
+        norms = self.gram[diagonal].sqrt()
+        result = project(normalised(self.tail, self.tail.norm(dim=0)), num_features, generator)
+        for row, norm in zip(
+            self.gram.view(self.num_hidden, self.num_hidden, -1), norms, strict=True
+        ):
+            result += project(normalised(row, norms * norm), num_features, generator)
+        return result
+
+    def select(self, points: Tensor, scale: Tensor) -> OutputJacobian:
+        """Columns at some points, scaled: through the tail and the Gram forms."""
+        return replace(
+            self,
+            interface=self.interface[:, :, points],
+            gram=self.gram[:, points] * scale.square(),
+            tail=self.tail[:, points] * scale,
+        )
