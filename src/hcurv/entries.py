@@ -12,6 +12,7 @@ of two columns of C_i, depends only on the units.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +32,7 @@ _TILE = 8192  # rows and columns of a block evaluated at a time
 _ELEMENTWISE = 100
 
 
-def pairs(factors: LayerFactors, rows: Tensor, cols: Tensor) -> Tensor:
+def pairs(factors: LayerFactors, rows: Tensor, cols: Tensor, workspace: int) -> Tensor:
     """H[rows[j], cols[j]] for index tensors of equal length."""
     result = factors.inputs.new_zeros(rows.numel())
     row_units, row_inputs = factors.locate(rows)
@@ -51,12 +52,18 @@ def pairs(factors: LayerFactors, rows: Tensor, cols: Tensor) -> Tensor:
             key = first[index] * factors.num_units + second[index]
             key, order = key.sort()
             index = index[order]
-            result[index] = _sorted_pairs(factors, key, first_inputs[index], second_inputs[index])
+            result[index] = _sorted_pairs(
+                factors, key, first_inputs[index], second_inputs[index], workspace
+            )
     return result
 
 
 def _sorted_pairs(
-    factors: LayerFactors, keys: Tensor, first_inputs: Tensor, second_inputs: Tensor
+    factors: LayerFactors,
+    keys: Tensor,
+    first_inputs: Tensor,
+    second_inputs: Tensor,
+    workspace: int,
 ) -> Tensor:
     """Entries of one kind, sorted by their pair of units, key = first · units + second."""
     jacobian, num_points = factors.jacobian, factors.num_points
@@ -66,8 +73,10 @@ def _sorted_pairs(
     first = unit_pairs.div(factors.num_units, rounding_mode="floor")
     second = unit_pairs % factors.num_units
     ends = [0, *counts.cumsum(0).tolist()]
+    floats = max(1, min(_CACHE_FLOATS, workspace // (8 * factors.inputs.dtype.itemsize)))
     points_step = min(num_points, _CACHE_POINTS)
-    step = max(1, _CACHE_FLOATS // (max(1, jacobian.gram_cost) * points_step))
+    step = max(1, floats // (max(1, jacobian.gram_cost) * points_step))
+    entries_step = max(1, floats // points_step)
     scratch = factors.inputs.new_empty(
         2, min(step, first.numel()) * jacobian.gram_cost * points_step
     )
@@ -79,8 +88,8 @@ def _sorted_pairs(
             stop = min(start + step, first.numel())
             gram = _pair_gram(jacobian, first[start:stop], second[start:stop], points, scratch)
             # Many entries may share a pair of units; take those in steps as well.
-            for begin in range(ends[start], ends[stop], _CACHE_FLOATS // points_step):
-                part = slice(begin, min(begin + _CACHE_FLOATS // points_step, ends[stop]))
+            for begin in range(ends[start], ends[stop], entries_step):
+                part = slice(begin, min(begin + entries_step, ends[stop]))
                 weights = gram.index_select(0, inverse[part] - start)
                 weights.mul_(inputs.index_select(0, first_inputs[part]))
                 others = inputs.index_select(0, second_inputs[part])
@@ -140,18 +149,22 @@ class _Side:
 def block(factors: LayerFactors, rows: Tensor, cols: Tensor, workspace: int) -> Tensor:
     """The dense block rows x cols, within ``workspace`` bytes of temporary memory."""
     symmetric = rows.numel() == cols.numel() and torch.equal(rows, cols)
-    if max(rows.numel(), cols.numel()) <= _TILE:
-        return _tile(factors, rows, cols, symmetric, workspace)
+    # A tile may be there twice, sorted by unit and in the order asked for: half is for that.
+    half = workspace // 2
+    size = max(1, min(_TILE, math.isqrt(half // (2 * factors.inputs.dtype.itemsize))))
+    if max(rows.numel(), cols.numel()) <= size:
+        return _tile(factors, rows, cols, symmetric, half)
     result = factors.inputs.new_empty(rows.numel(), cols.numel())
-    for top in range(0, rows.numel(), _TILE):
-        row_range = slice(top, top + _TILE)
-        for left in range(top if symmetric else 0, cols.numel(), _TILE):
-            col_range = slice(left, left + _TILE)
+    for top in range(0, rows.numel(), size):
+        row_range = slice(top, top + size)
+        for left in range(top if symmetric else 0, cols.numel(), size):
+            col_range = slice(left, left + size)
             diagonal = symmetric and top == left
-            tile = _tile(factors, rows[row_range], cols[col_range], diagonal, workspace)
-            result[row_range, col_range] = tile
+            result[row_range, col_range] = _tile(
+                factors, rows[row_range], cols[col_range], diagonal, half
+            )
             if symmetric and not diagonal:
-                result[col_range, row_range] = tile.T
+                result[col_range, row_range] = result[row_range, col_range].T
     return result
 
 

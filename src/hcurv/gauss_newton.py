@@ -208,7 +208,7 @@ class GaussNewton(SymmetricOperator):
         """The entries H[rows[j], cols[j]], elementwise, exactly."""
         with torch.no_grad():
             index = resolve_pairs(rows, cols, self.shape[0], self.device)
-            return entries.pairs(self._factors, *index)
+            return entries.pairs(self._factors, *index, self._workspace)
 
     def to_dense(self) -> Tensor:
         """The whole matrix, (N, N), if there is memory for it."""

@@ -162,10 +162,8 @@ class SampledEntries:
 
     @property
     def _bytes_per_pair(self) -> int:
-        itemsize = self.dtype.itemsize
-        return (8 + 2 * itemsize) * self._factors.num_points + (
-            32 + 4 * itemsize
-        ) * self.num_samples
+        size = self.dtype.itemsize
+        return (8 + 2 * size) * self._factors.num_points + (48 + 4 * size) * self.num_samples
 
     def _estimate(self, first: _Parameters, second: _Parameters, weights: _Weights) -> Tensor:
         """H̃ of some pairs, row by row the same whatever the other rows are."""

@@ -1,0 +1,132 @@
+"""Monte Carlo entries: accuracy beside the paper's Table 6, time per entry, memory.
+
+make bench BENCH=sampling DATA=folder-with-mnist-and-cifar10
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import hcurv
+from hcurv.experiments.reference_networks import REFERENCE_NETWORKS, build_mlp, train
+from hcurv.sampling import Scheme
+from measure import best_time, describe_machine, parse_data_argument, peak_extra_bytes
+
+MB = 1e6
+COUNTS = (10, 100, 1_000, 10_000)
+SCHEMES: tuple[Scheme, ...] = ("importance", "stratified", "uniform")
+# Rows of the paper's Table 6: its FMC is our "importance".
+PAPER = {
+    "AE (a)": {
+        "importance": (9.7e-3, 3.1e-3, 9.6e-4, 3.1e-4),
+        "uniform": (0.36, 0.11, 0.036, 0.011),
+    },
+    "classifier (b)": {
+        "importance": (0.61, 0.19, 0.061, 0.019),
+        "uniform": (0.97, 0.31, 0.098, 0.036),
+    },
+}
+# Most pairs drawn for an autoencoder are exact zeros and say nothing, so that it needs more.
+NUM_PAIRS = {"AE (a)": 60_000, "classifier (b)": 4_000}
+
+
+def accuracy(data: str | None) -> None:
+    """Relative errors in the Frobenius norm over the whole training sets."""
+    for name, num_pairs in NUM_PAIRS.items():
+        trained = train(REFERENCE_NETWORKS[name], data)
+        matrix = hcurv.GaussNewton(trained.model, trained.loss, trained.inputs)
+        print(f"\n{name}, N = {matrix.shape[0]}, n = {matrix.num_points}: ‖H̃ − H‖_F / ‖H‖_F")
+        print(f"{'':24}" + "".join(f"{f'c = {count}':>22}" for count in COUNTS))
+        errors: dict[str, list[float]] = {}
+        for scheme in SCHEMES:
+            cells = []
+            for count in COUNTS:
+                sampled = matrix.sample_entries(count, scheme)
+                error = hcurv.sampling_error(sampled, matrix, num_pairs)
+                errors.setdefault(scheme, []).append(error.value)
+                cells.append(f"{error.value:10.2e} ± {error.standard_error:.1e}")
+            print(f"{scheme:24}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
+            if scheme in PAPER[name]:
+                paper = "".join(f"{value:>22.1e}" for value in PAPER[name][scheme])
+                print(f"{f'  the paper: {scheme}':24}{paper}")
+        pairs = zip(errors["stratified"], errors["importance"], strict=True)
+        print(f"{'stratified/importance':24}" + "".join(f"{s / i:>22.2f}" for s, i in pairs))
+        pairs = zip(errors["importance"], PAPER[name]["importance"], strict=True)
+        print(f"{'importance/paper':24}" + "".join(f"{i / p:>22.2f}" for i, p in pairs))
+        subset_errors(matrix, num_pairs)
+
+
+def subset_errors(matrix: hcurv.GaussNewton, num_pairs: int) -> None:
+    """The same for one weighted subset that serves all entries."""
+    cells = []
+    for count in COUNTS:
+        subset = matrix.subsample(count)
+        error = hcurv.sampling_error(subset, matrix, num_pairs)
+        cells.append(f"{error.value:10.2e} ± {error.standard_error:.1e}")
+    print(f"{'subsample':24}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
+
+
+def _network(hidden: int, outputs: int, num_points: int) -> hcurv.GaussNewton:
+    inputs = torch.rand(num_points, 100, generator=torch.Generator().manual_seed(0))
+    model = build_mlp((100, hidden, outputs), nn.ReLU)
+    return hcurv.GaussNewton(model, nn.CrossEntropyLoss(), inputs)
+
+
+def _some_pairs(matrix: hcurv.GaussNewton, count: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    rows, cols = torch.randint(0, matrix.shape[0], (2, count), generator=generator)
+    return rows, cols
+
+
+def _per_entry(matrix: hcurv.GaussNewton, num_samples: int | None, count: int = 400) -> float:
+    rows, cols = _some_pairs(matrix, count)
+    source = matrix if num_samples is None else matrix.sample_entries(num_samples)
+    return best_time(lambda: source.pairs(rows, cols), 5) / count * 1e6
+
+
+def timing() -> None:
+    """Microseconds per entry: flat in N, at most linear in n and c; where sampling pays."""
+    print("\nMicroseconds per entry ('importance'; MLP 100-h-q, cross-entropy)")
+    print("against N (n = 4000, c = 100):    ", end="")
+    for hidden in (20, 80, 320, 1280):
+        matrix = _network(hidden, 10, 4000)
+        print(f"  N = {matrix.shape[0]}: {_per_entry(matrix, 100):.0f}", end="")
+    print("\nagainst n (h = 20, c = 100):      ", end="")
+    for num_points in (1000, 4000, 16_000, 64_000):
+        print(f"  n = {num_points}: {_per_entry(_network(20, 10, num_points), 100):.0f}", end="")
+    print("\nagainst c (h = 20, n = 4000):     ", end="")
+    matrix = _network(20, 10, 4000)
+    for count in COUNTS:
+        print(f"  c = {count}: {_per_entry(matrix, count):.0f}", end="")
+    print("\n\nSampled, c = 100, against exact pairs, n = 16,000 (microseconds per entry)")
+    print(f"{'outputs q':>12}{'exact':>10}{'sampled':>10}{'subset of 100':>15}")
+    for outputs in (2, 10, 50, 100, 200):
+        matrix = _network(20, outputs, 16_000)
+        exact, sampled = _per_entry(matrix, None, 200), _per_entry(matrix, 100, 200)
+        subset = _per_entry(matrix.subsample(100), None, 200)
+        print(f"{outputs:>12}{exact:>10.0f}{sampled:>10.0f}{subset:>15.1f}")
+
+
+def memory() -> None:
+    """Peak memory of a call beyond its result, against the workspace."""
+    print(
+        "\nPeak memory of 2,000 pairs, n = 16,000, c = 1,000, beyond the stored factors and norms:"
+    )
+    inputs = torch.rand(16_000, 100, generator=torch.Generator().manual_seed(0))
+    model = build_mlp((100, 20, 10), nn.ReLU)
+    for workspace in (2**21, 2**23, 2**28):
+        matrix = hcurv.GaussNewton(model, nn.CrossEntropyLoss(), inputs, workspace=workspace)
+        sampled = matrix.sample_entries(1_000)
+        rows, cols = _some_pairs(matrix, 2_000)
+        sampled.pairs(rows[:50], cols[:50])
+        peak = peak_extra_bytes(lambda: sampled.pairs(rows, cols))  # noqa: B023
+        print(f"  workspace {workspace / MB:6.1f} MB: peak {peak / MB:6.1f} MB")
+
+
+if __name__ == "__main__":
+    arguments = parse_data_argument(__doc__)
+    print(describe_machine())
+    timing()
+    memory()
+    accuracy(arguments.data)
