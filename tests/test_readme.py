@@ -27,7 +27,8 @@ def test_the_two_commands_are_named_and_exist() -> None:
         assert f"\n{target}:" in makefile
 
 
-def test_published_figures_are_those_of_the_committed_run() -> None:
-    results = (ROOT / "benchmarks" / "results" / "entries.txt").read_text()
-    (shown,) = re.findall(r"<!-- entries.txt -->\n```\n(.*?)```\n<!-- end -->", README, re.DOTALL)
+@pytest.mark.parametrize("name", ["entries.txt", "sampling.txt"])
+def test_published_figures_are_those_of_the_committed_run(name: str) -> None:
+    results = (ROOT / "benchmarks" / "results" / name).read_text()
+    (shown,) = re.findall(rf"<!-- {name} -->\n```\n(.*?)```\n<!-- end -->", README, re.DOTALL)
     assert shown.strip() in results
