@@ -169,6 +169,10 @@ def test_values_depend_on_seed_and_indices_alone(
     for budget in (1, 3000, 10_000):
         monkeypatch.setattr("hcurv.sampling._CACHE_BYTES", budget)
         assert torch.equal(sampled.block(rows, cols), whole[rows][:, cols])
+    monkeypatch.setattr(sampled, "_workspace", 5000)
+    assert torch.equal(sampled.block(rows, cols), whole[rows][:, cols])
+    assert sampled.block(rows, []).shape == (30, 0)
+    assert sampled.block([], cols).shape == (0, 17)
     other = operator.sample_entries(5, scheme, seed=4)
     assert not torch.equal(other.block(slice(None), slice(None)), whole)
 
@@ -268,7 +272,7 @@ def test_error_estimate_agrees_with_the_dense_error(scheme: Scheme) -> None:
 @pytest.mark.parametrize("count", [0, -3, 2.5, "10"])
 def test_bad_counts_are_refused(count: object) -> None:
     operator = network(5)
-    with pytest.raises(ValueError, match="num_samples must be a positive integer; got"):
+    with pytest.raises(ValueError, match="num_samples must be an integer of at least 1; got"):
         operator.sample_entries(count)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="num_points must be an integer from 1 to 5"):
         operator.subsample(count)  # type: ignore[arg-type]
@@ -280,7 +284,7 @@ def test_bad_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     operator = network(5)
     with pytest.raises(ValueError, match="importance, stratified, uniform; got 'random'"):
         operator.sample_entries(5, "random")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"from 1 to 5, the points that there are; got 6"):
+    with pytest.raises(ValueError, match="num_points must be an integer from 1 to 5; got 6"):
         operator.subsample(6)
     sampled = operator.sample_entries(5)
     for delta in (0.0, 1.0, -1.0, float("nan")):

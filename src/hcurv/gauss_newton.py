@@ -10,7 +10,14 @@ from tqdm import tqdm
 
 from hcurv import entries, products
 from hcurv.batches import Batches, Data
-from hcurv.indexing import Index, Indices, is_integer, resolve_indices, resolve_pairs
+from hcurv.indexing import (
+    Index,
+    Indices,
+    check_count,
+    is_integer,
+    resolve_indices,
+    resolve_pairs,
+)
 from hcurv.layer_factors import LayerFactors
 from hcurv.losses import Loss, as_loss
 from hcurv.memory import require_bytes
@@ -147,11 +154,7 @@ class GaussNewton(SymmetricOperator):
             num_points: points to draw, at most n.
             seed: of the draw.
         """
-        if not isinstance(num_points, int) or not 1 <= num_points <= self.num_points:
-            raise ValueError(
-                f"num_points must be an integer from 1 to {self.num_points}, the points that there"
-                f" are; got {num_points!r}"
-            )
+        num_points = check_count(num_points, "num_points", most=self.num_points)
         with torch.no_grad():
             points, weights = draw_points(self._factors, num_points, seed)
             result = copy.copy(self)

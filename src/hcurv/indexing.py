@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import SupportsIndex, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["Index", "Indices", "is_integer", "resolve_indices", "resolve_pairs"]
+__all__ = [
+    "Index",
+    "Indices",
+    "check_count",
+    "is_integer",
+    "resolve_indices",
+    "resolve_pairs",
+]
 
 Indices: TypeAlias = Tensor | Sequence[int] | slice | range | npt.NDArray[np.integer]
 Index: TypeAlias = int | Indices
@@ -92,3 +100,19 @@ def resolve_pairs(
             f" {col_index.numel()} (for a block use [rows, cols] or block)"
         )
     return row_index, col_index
+
+
+def check_count(value: SupportsIndex, name: str, least: int = 1, most: int | None = None) -> int:
+    """An integer (also NumPy's) from ``least`` to ``most``.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = least - 1
+    if count < least or (most is not None and count > most):
+        wanted = f"from {least} to {most}" if most is not None else f"of at least {least}"
+        raise ValueError(f"{name} must be an integer {wanted}; got {value!r}")
+    return count

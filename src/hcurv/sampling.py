@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hcurv.indexing import Index, Indices, resolve_indices, resolve_pairs
+from hcurv.indexing import Index, Indices, check_count, resolve_indices, resolve_pairs
 from hcurv.layer_factors import LayerFactors
 from hcurv.memory import require_bytes
 from hcurv.point_order import similarity_order
@@ -56,11 +56,9 @@ class SampledEntries:
     def __init__(
         self, factors: LayerFactors, num_samples: int, scheme: Scheme, seed: int, workspace: int
     ) -> None:
-        if not isinstance(num_samples, int) or num_samples < 1:
-            raise ValueError(f"num_samples must be a positive integer; got {num_samples!r}")
+        self.num_samples = check_count(num_samples, "num_samples")
         if scheme not in _SCHEMES:
             raise ValueError(f"scheme must be one of {', '.join(_SCHEMES)}; got {scheme!r}")
-        self.num_samples = num_samples
         self.scheme: Scheme = scheme
         self.seed = seed
         self._factors = factors
@@ -114,8 +112,15 @@ class SampledEntries:
         """The dense block ``rows`` x ``cols`` of H̃."""
         row_index = resolve_indices(rows, self.shape[0], self.device, "rows")
         col_index = resolve_indices(cols, self.shape[1], self.device, "cols")
-        pairs = torch.cartesian_prod(row_index, col_index).view(-1, 2)
-        return self._pairs(pairs[:, 0], pairs[:, 1]).view(row_index.numel(), col_index.numel())
+        num_cols = col_index.numel()
+        result = self._factors.inputs.new_empty(row_index.numel(), num_cols)
+        # The pairs take some index tensors; rows are taken in groups so that these stay small.
+        group = max(1, self._workspace // (128 * max(1, num_cols)))
+        for start in range(0, row_index.numel(), group):
+            part = row_index[start : start + group]
+            values = self._pairs(part.repeat_interleave(num_cols), col_index.repeat(part.numel()))
+            result[start : start + group] = values.view(part.numel(), num_cols)
+        return result
 
     def pairs(self, rows: Indices, cols: Indices) -> Tensor:
         """The entries H̃[rows[j], cols[j]], elementwise."""
@@ -149,6 +154,8 @@ class SampledEntries:
         first = _Parameters.locate(factors, torch.minimum(rows, cols))
         second = _Parameters.locate(factors, torch.maximum(rows, cols))
         index = (~factors.jacobian.orthogonal(first.units, second.units)).nonzero().squeeze(1)
+        if not index.numel():
+            return result
         if index.numel() == 1:  # torch adds up a single row in another order than several
             index = index.expand(2)
         step = max(2, min(self._workspace, _CACHE_BYTES) // self._bytes_per_pair)
@@ -341,8 +348,7 @@ def sampling_error(
     Returns:
         The estimate, and its standard error by the delta method for a ratio.
     """
-    if not isinstance(num_pairs, int) or num_pairs < 2:
-        raise ValueError(f"num_pairs must be an integer of at least 2; got {num_pairs!r}")
+    check_count(num_pairs, "num_pairs", least=2)
     if sampled.shape != exact.shape:
         raise ValueError(f"the shapes differ: {sampled.shape} and {exact.shape}")
     weights = exact.diagonal().double()
