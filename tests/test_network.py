@@ -44,6 +44,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "method": lambda x: x.tanh(),
     "composed": lambda x: x * torch.sigmoid(x) + 0.1 * x.square(),
     "affine": lambda x: 2 * x - 1,
+    "defined for positive numbers": lambda x: torch.where(x > 0, x.log(), 0 * x),
     "clamped": lambda x: x.clamp(-0.5, 0.5),
     "functional dropout, inactive": lambda x: functional.dropout(x.exp(), 0.5, training=False),
     "flatten": nn.Flatten(),
@@ -213,6 +214,18 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "reshaped": (
         lambda: Forward(lambda m, x: m.a(x)[:, :2], a=linear()),
+        "does not act elementwise",
+    ),
+    "softmax beside something unused": (
+        lambda: Forward(
+            lambda m, x: (lambda y: (m.b(y), torch.softmax(y, 1))[1])(m.a(x)),
+            a=linear(),
+            b=nn.ReLU(),
+        ),
+        r"what follows 'a' \('softmax'\) does not act",
+    ),
+    "undefined everywhere": (
+        lambda: Forward(lambda m, x: (-m.a(x).square()).log(), a=linear()),
         "does not act elementwise",
     ),
     "two inputs": (

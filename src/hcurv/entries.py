@@ -100,7 +100,7 @@ def _sorted_pairs(
 def _pair_gram(
     jacobian: OutputJacobian, first: Tensor, second: Tensor, points: slice, scratch: Tensor
 ) -> Tensor:
-    """G of pairs of units, all of one kind."""
+    """g of pairs of units, all of one kind."""
     num_hidden = jacobian.num_hidden
     if int(second[0]) < num_hidden:
         return jacobian.hidden_gram(first, second, points, scratch)

@@ -52,7 +52,7 @@ class LayerFactors:
 
     @property
     def num_points(self) -> int:
-        """N."""
+        """The number n of data points."""
         return self.inputs.shape[1]
 
     @property

@@ -46,7 +46,7 @@ class NarrowJacobian(OutputJacobian):
         return self.num_rows
 
     def apply_normal(self, parts: UnitParts, points: slice) -> None:
-        """Y = Cu, then z = Cᵀy."""
+        """y = Cu, then z = Cᵀy."""
         num_points = points.stop - points.start
         outputs = self.factor.new_zeros(num_points, self.num_rows, parts.num_columns)
         for units in parts.hidden:
@@ -103,7 +103,7 @@ class NarrowJacobian(OutputJacobian):
         return product.mul_(take(self.tail, (tail,), points))
 
     def direction_features(self, num_features: int, generator: torch.Generator) -> Tensor:
-        """Projected layer by layer, C_i[:, μ] / ‖C_i[:, μ]‖."""
+        """C_i[:, μ] / ‖C_i[:, μ]‖ of all units, projected."""
         result = self.factor.new_zeros(num_features, self.factor.shape[2])
         for unit in self.factor:
             directions = normalised(unit, unit.norm(dim=0))

@@ -49,13 +49,13 @@ class UnitParts(Protocol):
 
     @property
     def num_columns(self) -> int:
-        """K."""
+        """k, the number of columns."""
 
     def read(self, units: slice) -> Tensor:
-        """U of a range of units; the caller may overwrite it."""
+        """u of a range of units; the caller may overwrite it."""
 
     def write(self, units: slice, values: Tensor) -> None:
-        """Z of a range of units."""
+        """z of a range of units."""
 
 
 # Below this many right-hand sides elementwise passes over the factors beat batched products.
@@ -98,7 +98,7 @@ class OutputJacobian(ABC):
 
     @abstractmethod
     def apply_normal(self, parts: UnitParts, points: slice) -> None:
-        """Z = CᵀCu at some points: reads u and writes z part by part."""
+        """z = CᵀCu at some points: reads u and writes z part by part."""
 
     @abstractmethod
     def hidden_gram(
@@ -140,7 +140,7 @@ class OutputJacobian(ABC):
         return torch.cat(norms)
 
     def gram_at(self, first: Tensor, second: Tensor, points: Tensor) -> Tensor:
-        """G of pairs of units, each at points of its own, (pairs, c) like ``points``."""
+        """g of pairs of units, each at points of its own, (pairs, c) like ``points``."""
         first, second = torch.minimum(first, second), torch.maximum(first, second)
         result = self.tensors[0].new_zeros(points.shape)
         first_hidden, second_hidden = first < self.num_hidden, second < self.num_hidden

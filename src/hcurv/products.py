@@ -84,7 +84,7 @@ class _ProductParts:
         self.tail = list(_ranges(slice(first_of_tail, last_of_tail), step))
 
     def read(self, units: slice) -> Tensor:
-        """U = Ŵx, (units, b, k)."""
+        """u = Ŵx, (units, b, k)."""
         slot = self._slots[units.start]
         weight, bias = _parts(slot, units, self._columns)
         inputs = self._inputs[slot.inputs]
