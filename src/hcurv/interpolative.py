@@ -1,0 +1,211 @@
+"""Interpolative decompositions of many matrices at once: every row from a few chosen rows.
+
+For samples Y of shape (m, s) a row decomposition is Y ≈ P Y[S], with a *skeleton* S of r rows and
+an interpolation P of shape (m, r) that is the identity on the skeleton.
+
+The rows are chosen by Cholesky factorization of YYᵀ with pivots, which takes matrix products only:
+after r pivots YYᵀ = LLᵀ + (Schur complement), the trace of the Schur complement is the squared
+error ‖Y − PY[S]‖_F² of the best P, and P = L L[S]⁻¹ is that P. Pivots are chosen in panels among
+the rows with the largest remainders. YYᵀ has the squared condition number of Y, so that it is
+factorized in double precision; if Y is in double precision itself, one step of refinement makes up
+for the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Interpolation", "interpolate_rows"]
+
+_PANEL = 32  # pivots chosen at a time ...
+_CANDIDATES = 64  # ... among this many rows
+
+
+@dataclass(frozen=True)
+class Interpolation:
+    """samples[b] ≈ weights[b] @ samples[b][skeleton[b]] for each b of a batch.
+
+    Attributes:
+        skeleton: chosen rows, (B, r); meaningful up to the rank.
+        weights: interpolation weights, (B, m, r), the identity on the skeleton; zero from the
+            rank on.
+        ranks: number of chosen rows, (B,).
+        errors: ‖samples − weights @ samples[skeleton]‖_F, (B,).
+    """
+
+    skeleton: Tensor
+    weights: Tensor
+    ranks: Tensor
+    errors: Tensor
+
+
+def interpolate_rows(
+    samples: Tensor,  # (B, m, s)
+    max_rank: int | None = None,
+    tolerance: float | Tensor = 0.0,  # one for all, or (B,)
+) -> Interpolation:
+    """Choose rows of each matrix of a batch that all its rows can be interpolated from.
+
+    Args:
+        samples: the matrices, (B, m, s); any of the three may be 0.
+        max_rank: most rows to choose; None for no limit but min(m, s).
+        tolerance: error ‖samples − weights @ samples[skeleton]‖_F to reach with as few rows as the
+            pivots allow; 0 goes on until the remainder is rounding.
+
+    Returns:
+        Skeletons, weights, ranks and errors, padded to the largest rank of the batch.
+    """
+    if samples.ndim != 3:
+        raise ValueError(f"samples must have shape (B, m, s); got {tuple(samples.shape)}")
+    num_matrices, num_rows, num_samples = samples.shape
+    limit = min(num_rows, num_samples)
+    if max_rank is not None:
+        if max_rank < 0:
+            raise ValueError(f"max_rank must not be negative; got {max_rank}")
+        limit = min(limit, max_rank)
+    tolerances = torch.as_tensor(tolerance, dtype=torch.float64, device=samples.device)
+    if not bool((tolerances >= 0).all()):
+        raise ValueError("tolerance must not be negative")
+    values = samples.double()
+    gram = values @ values.transpose(1, 2)
+    factor, skeleton, ranks = _pivoted_cholesky(
+        gram, limit, tolerances.expand(num_matrices).square()
+    )
+    rank = int(ranks.max()) if num_matrices else 0
+    factor, skeleton = factor[:, :, :rank], skeleton[:, :rank]
+    weights = _solve(factor, factor, skeleton, ranks)
+    chosen = _rows(samples, skeleton)
+    if samples.dtype == torch.float64:
+        # Refinement: the same normal equations for what is left, without its square.
+        coarse = torch.baddbmm(values, weights, chosen, alpha=-1) @ chosen.transpose(1, 2)
+        weights = weights + _solve_normal(coarse, factor, skeleton, ranks)
+    weights = _put_identity(weights, skeleton, ranks).to(samples.dtype)
+    remainder = torch.baddbmm(samples, weights, chosen, alpha=-1)
+    errors = torch.linalg.vector_norm(remainder, dim=(1, 2), dtype=torch.float64)
+    return Interpolation(skeleton, weights, ranks, errors.to(samples.dtype))
+
+
+def _pivoted_cholesky(
+    gram: Tensor, limit: int, squared_tolerances: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """L (B, m, limit), pivots (B, limit) and ranks (B,); columns beyond the rank are zero."""
+    num_matrices, num_rows = gram.shape[:2]
+    factor = gram.new_zeros(num_matrices, num_rows, limit)
+    pivots = torch.zeros(num_matrices, limit, dtype=torch.long, device=gram.device)
+    ranks = torch.zeros(num_matrices, dtype=torch.long, device=gram.device)
+    remainders = gram.diagonal(dim1=1, dim2=2).clone()
+    largest = remainders.amax(1) if num_rows else remainders.sum(1)
+    floors = largest * (num_rows * torch.finfo(gram.dtype).eps)
+    active = (remainders.sum(1) > squared_tolerances).nonzero().squeeze(1)
+    done = 0
+    while done < limit and active.numel():
+        width = min(_PANEL, limit - done)
+        # While no matrix is finished, views do; copies of the whole would cost more than the work.
+        index = slice(None) if active.numel() == num_matrices else active
+        rows, columns = _panel(
+            gram[index], factor[index, :, :done], remainders[index], floors[index], width
+        )
+        # How much of the trace is left after each pivot tells how many of them are needed.
+        drops = columns.square()
+        left = remainders[index].sum(1)[:, None] - drops.sum(1).cumsum(1)
+        enough = left <= squared_tolerances[index, None]
+        reached = enough.any(1)
+        needed = torch.where(reached, enough.int().argmax(1) + 1, width)
+        needed = torch.minimum(needed, (drops.amax(1) > 0).sum(1))
+        keep = torch.arange(width, device=gram.device) < needed[:, None]
+        factor[index, :, done : done + width] = columns * keep[:, None]
+        pivots[index, done : done + width] = rows * keep
+        ranks[index] += needed
+        updated = (remainders[index] - (drops * keep[:, None]).sum(2)).clamp_(min=0)
+        remainders[index] = updated.scatter(
+            1, rows, torch.where(keep, 0.0, updated.gather(1, rows))
+        )
+        done += width
+        active = active[(needed == width) & ~reached]
+    return factor, pivots, ranks
+
+
+def _panel(
+    gram: Tensor, factor: Tensor, remainders: Tensor, floors: Tensor, width: int
+) -> tuple[Tensor, Tensor]:
+    """The next pivots (A, width) and their columns of L (A, m, width), zero where none is left."""
+    num_candidates = min(_CANDIDATES, gram.shape[1])
+    candidates = remainders.topk(num_candidates, dim=1).indices
+    chosen_factor = _rows(factor, candidates)
+    square = _rows(gram, candidates)
+    square = square.gather(2, candidates[:, None].expand(-1, num_candidates, -1))
+    square = square - chosen_factor @ chosen_factor.transpose(1, 2)
+    local = _small_pivots(square, floors, width)
+    rows = candidates.gather(1, local)
+    row_factor = _rows(factor, rows)
+    columns = gram.gather(2, rows[:, None].expand(-1, gram.shape[1], -1))
+    columns = columns - factor @ row_factor.transpose(1, 2)
+    # Left-looking within the panel: width small steps.
+    result = torch.zeros_like(columns)
+    for step in range(width):
+        pivot = rows[:, step : step + 1]
+        own = _rows(result, pivot)[:, 0, :step]
+        column = columns[:, :, step] - (result[:, :, :step] @ own[:, :, None]).squeeze(2)
+        value = column.gather(1, pivot)
+        root = torch.where(value > floors[:, None], value, torch.inf).sqrt()
+        result[:, :, step] = column / root
+    return rows, result
+
+
+def _small_pivots(square: Tensor, floors: Tensor, width: int) -> Tensor:
+    """Positions of the first pivots of small matrices, (A, width), all different."""
+    square = square.clone()
+    diagonal = square.diagonal(dim1=1, dim2=2).clone()
+    order = []
+    for _ in range(width):
+        position = diagonal.argmax(1, keepdim=True)
+        column = square.gather(2, position[:, None].expand(-1, square.shape[1], -1)).squeeze(2)
+        value = column.gather(1, position)
+        root = torch.where(value > floors[:, None], value, torch.inf).sqrt()
+        column = column / root
+        square -= column[:, :, None] * column[:, None, :]
+        diagonal = (diagonal - column.square()).scatter(1, position, -torch.inf)
+        order.append(position)
+    return torch.cat(order, dim=1)
+
+
+def _rows(values: Tensor, index: Tensor) -> Tensor:
+    return values.gather(1, index[:, :, None].expand(-1, -1, values.shape[2]))
+
+
+def _corner(factor: Tensor, skeleton: Tensor, ranks: Tensor) -> Tensor:
+    """L[S], lower triangular, with ones on the diagonal from the rank on."""
+    corner = _rows(factor, skeleton).tril()
+    beyond = torch.arange(corner.shape[1], device=ranks.device) >= ranks[:, None]
+    corner.masked_fill_(beyond[:, :, None], 0.0)
+    return corner + torch.diag_embed(beyond.to(corner.dtype))
+
+
+def _solve(rhs: Tensor, factor: Tensor, skeleton: Tensor, ranks: Tensor) -> Tensor:
+    """rhs L[S]⁻¹."""
+    corner = _corner(factor, skeleton, ranks)
+    solution: Tensor = torch.linalg.solve_triangular(corner, rhs, upper=False, left=False)
+    return solution
+
+
+def _solve_normal(rhs: Tensor, factor: Tensor, skeleton: Tensor, ranks: Tensor) -> Tensor:
+    """rhs (L[S] L[S]ᵀ)⁻¹, zero from the rank on."""
+    corner = _corner(factor, skeleton, ranks)
+    half = torch.linalg.solve_triangular(corner.transpose(1, 2), rhs, upper=True, left=False)
+    beyond = torch.arange(corner.shape[1], device=ranks.device) >= ranks[:, None]
+    half = half.masked_fill(beyond[:, None], 0.0)
+    solution: Tensor = torch.linalg.solve_triangular(corner, half, upper=False, left=False)
+    return solution
+
+
+def _put_identity(weights: Tensor, skeleton: Tensor, ranks: Tensor) -> Tensor:
+    rank = skeleton.shape[1]
+    within = torch.arange(rank, device=ranks.device) < ranks[:, None]
+    weights = weights * within[:, None]
+    unit = torch.diag_embed(within.to(weights.dtype))
+    batch, position = within.nonzero(as_tuple=True)
+    weights[batch, skeleton[batch, position]] = unit[batch, position]
+    return weights
