@@ -54,6 +54,9 @@ class UnitParts(Protocol):
     def read(self, units: slice) -> Tensor:
         """u of a range of units; the caller may overwrite it."""
 
+    def add(self, units: slice, target: Tensor) -> None:
+        """Add u of a range of units to ``target``."""
+
     def write(self, units: slice, values: Tensor) -> None:
         """z of a range of units."""
 

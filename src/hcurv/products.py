@@ -26,6 +26,8 @@ __all__ = ["diagonal", "gradient", "product"]
 # Fewer points per pass, and reading the operands outweighs the arithmetic; more, and the
 # temporaries of a few units fill the caches.
 _MIN_POINTS, _MAX_POINTS = 512, 1024
+# More columns at a time make the temporaries of a single unit too large for the caches.
+_MAX_COLUMNS = 256
 # Floats of u and of z that exist at a time; larger temporaries cost fresh memory pages.
 _PART_FLOATS = 2**21
 
@@ -48,7 +50,7 @@ def _steps(factors: LayerFactors, num_columns: int, workspace: int) -> tuple[int
     budget = max(1, workspace // (4 * factors.inputs.dtype.itemsize))
     rows = factors.jacobian.tensors[0].shape[1]
     points = min(factors.num_points, _MIN_POINTS)
-    columns = min(num_columns, max(FEW_COLUMNS, budget // (rows * points)))
+    columns = min(num_columns, _MAX_COLUMNS, max(FEW_COLUMNS, budget // (rows * points)))
     return columns, max(1, min(budget // (rows * columns), _MAX_POINTS))
 
 
@@ -89,6 +91,18 @@ class _ProductParts:
         weight, bias = _parts(slot, units, self._columns)
         inputs = self._inputs[slot.inputs]
         return _linearised_forward(weight, bias, inputs, units.stop - units.start, self._columns)
+
+    def add(self, units: slice, target: Tensor) -> None:
+        """Add u = Ŵx to ``target``."""
+        slot = self._slots[units.start]
+        weight, bias = _parts(slot, units, self._columns)
+        if weight is None or self.num_columns < FEW_COLUMNS:
+            target += self.read(units)
+            return
+        features = self._inputs[slot.inputs][: weight.shape[1]].T
+        target.baddbmm_(features.expand(weight.shape[0], -1, -1), weight)
+        if bias is not None:
+            target += bias[:, None]
 
     def write(self, units: slice, values: Tensor) -> None:
         """Add zxᵀ to the result."""

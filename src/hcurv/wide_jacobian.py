@@ -66,7 +66,7 @@ class WideJacobian(OutputJacobian):
             head = self.head[rows]
             through = (head @ reached).view(-1, num_points, num_columns)
             if self.tail_trainable:
-                through += parts.read(units)
+                parts.add(units, through)
             through *= self._tail(rows, points).square()[:, :, None]
             if self.tail_trainable:
                 parts.write(units, through)
