@@ -219,7 +219,7 @@ def check_elementwise(activation: fx.GraphModule, stage: Stage, linear: nn.Linea
     try:
         with torch.random.fork_rng(devices=[]):
             elementwise = _acts_elementwise(activation, point, probe)
-    except (RuntimeError, NotImplementedError, ValueError, IndexError, TypeError) as error:
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
         raise UnsupportedModelError(
             f"what follows '{stage.name}' ({names}) cannot be differentiated in forward mode on"
             f" an input of shape {shape}: {error}."
