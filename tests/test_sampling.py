@@ -54,7 +54,7 @@ def test_unbiased_with_the_bounded_variance(name: str, scheme: Scheme) -> None:
     # 60 correlated z-scores of one distribution: beyond 5 is a bias, not chance.
     assert z.abs().max() < 5
     if scheme != "uniform":
-        # Eq. 3.9; the factor allows for the spread of an estimated variance.
+        # Eq. 3.8; the factor allows for the spread of an estimated variance.
         bound = exact.diagonal()[rows] * exact.diagonal()[cols] / num_samples
         assert (spread.square() <= 1.5 * bound + floor).all()
 

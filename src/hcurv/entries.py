@@ -1,6 +1,6 @@
 """Exact entries and blocks, each by the cheapest of three evaluations.
 
-H_km = Σ_i g_i[μ, μ'] x_i[ν] x_i[ν'] (paper, Eqs. 3.3 and 3.6), where g_i[μ, μ'], the inner product
+H_km = Σ_i g_i[μ, μ'] x_i[ν] x_i[ν'] (paper, Eqs. 3.2 and 3.5), where g_i[μ, μ'], the inner product
 of two columns of C_i, depends only on the units.
 
 - *pairs*: g for every distinct pair of units, then one weighted inner product per entry;
@@ -43,10 +43,10 @@ def pairs(factors: LayerFactors, rows: Tensor, cols: Tensor, workspace: int) -> 
     first_inputs = torch.where(swap, col_inputs, row_inputs)
     second_inputs = torch.where(swap, row_inputs, col_inputs)
     num_hidden = factors.jacobian.num_hidden
+    related = ~factors.jacobian.orthogonal(first, second)
     for first_hidden, second_hidden in ((True, True), (True, False), (False, False)):
         chosen = ((first < num_hidden) == first_hidden) & ((second < num_hidden) == second_hidden)
-        if not second_hidden and not first_hidden:
-            chosen &= first == second  # two units of the tail have nothing in common
+        chosen &= related
         index = chosen.nonzero().squeeze(1)
         if index.numel():
             key = first[index] * factors.num_units + second[index]

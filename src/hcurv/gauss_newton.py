@@ -222,7 +222,8 @@ class GaussNewton(SymmetricOperator):
 
         Args:
             targets: targets of all points, in the order of the data; may be left out if the data
-                came with targets.
+                came with targets. A subset takes those of its `points`, and estimates the
+                gradient over all of the data.
         """
         targets = self._targets if targets is None else targets
         if targets is None:

@@ -36,7 +36,7 @@ class LayerFactors:
     """Everything that entries and products are made of.
 
     The Jacobian's column for the weight k that joins unit μ to input ν is, at point i,
-    v_k(i) = C_i[:, μ]·x_i[ν] (paper, Eq. 3.6), and H_km = Σ_i v_k(i)ᵀ v_m(i) (Eq. 3.3).
+    v_k(i) = C_i[:, μ]·x_i[ν] (paper, Eq. 3.5), and H_km = Σ_i v_k(i)ᵀ v_m(i) (Eq. 3.2).
 
     Attributes:
         slots: the layers with trainable parameters, in the order of the network.

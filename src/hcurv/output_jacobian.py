@@ -1,6 +1,6 @@
 """The factors C_i^ℓ: how the pre-activations of every unit move the (weighted) network output.
 
-C_i^ℓ = R_i M_i^L W_L … M_i^ℓ (paper, Eq. 3.5) has one column per unit of layer ℓ. All units of all
+C_i^ℓ = R_i M_i^L W_L … M_i^ℓ (paper, Eq. 3.4) has one column per unit of layer ℓ. All units of all
 layers with trainable parameters are numbered through; the *tail* are the units of the last layer
 when the loss has a diagonal R, for then their columns have a single nonzero each and are kept as
 one number per point. All other units are *hidden*. Points are the last, contiguous axis.

@@ -1,7 +1,7 @@
 """Monte Carlo entries: the paper's fast sampling (Algorithm 3.1) and a stratified variant.
 
 An entry is a sum over points, H_km = Σ_t v_k(t)ᵀ v_m(t). With P_km(t) = w(t)/S, where
-w(t) = ‖v_k(t)‖ ‖v_m(t)‖ and S = Σ_t w(t) (Eq. 3.7), the estimator of Eq. 3.8 over c samples is
+w(t) = ‖v_k(t)‖ ‖v_m(t)‖ and S = Σ_t w(t) (Eq. 3.6), the estimator of Eq. 3.7 over c samples is
 
     H̃_km = (S/c) Σ_j ρ(t_j),    ρ(t) = v_k(t)ᵀ v_m(t) / w(t)  in [-1, 1].
 
@@ -129,7 +129,7 @@ class SampledEntries:
     def error_bound(self, rows: Index, cols: Index, delta: float) -> Tensor:
         """|H − H̃| on ``rows`` x ``cols`` stays below this with probability 1 − delta each.
 
-        It is η/√c · ‖v_k‖ ‖v_m‖ with η = 1 + √(8 log(1/δ)) (paper, Eq. 3.10); the stratified scheme
+        It is η/√c · ‖v_k‖ ‖v_m‖ with η = 1 + √(8 log(1/δ)) (paper, Eq. 3.9); the stratified scheme
         draws independently from strata of equal probability, so the same proof covers it.
 
         Raises:
