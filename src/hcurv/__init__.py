@@ -2,6 +2,7 @@
 
 from hcurv import losses
 from hcurv.gauss_newton import GaussNewton
+from hcurv.hierarchical import CompressionWarning, FileFormatError, HMatrix, compress, load
 from hcurv.memory import InsufficientMemoryError
 from hcurv.operators import EntrySource, SymmetricOperator
 from hcurv.sampling import SampledEntries, SamplingError, num_samples_for, sampling_error
@@ -10,13 +11,18 @@ from hcurv.tracing import UnsupportedModelError
 __version__ = "0.1.0"
 
 __all__ = [
+    "CompressionWarning",
     "EntrySource",
+    "FileFormatError",
     "GaussNewton",
+    "HMatrix",
     "InsufficientMemoryError",
     "SampledEntries",
     "SamplingError",
     "SymmetricOperator",
     "UnsupportedModelError",
+    "compress",
+    "load",
     "losses",
     "num_samples_for",
     "sampling_error",

@@ -22,7 +22,7 @@ from hcurv.layer_factors import LayerFactors
 from hcurv.narrow_jacobian import NarrowJacobian
 from hcurv.output_jacobian import OutputJacobian
 
-__all__ = ["block", "pairs"]
+__all__ = ["block", "pair_gram", "pairs"]
 
 _CACHE_FLOATS = 640_000  # of one operand in the loop over pairs
 _CACHE_POINTS = 2048
@@ -86,7 +86,7 @@ def _sorted_pairs(
         inputs = factors.inputs[:, points]
         for start in range(0, first.numel(), step):
             stop = min(start + step, first.numel())
-            gram = _pair_gram(jacobian, first[start:stop], second[start:stop], points, scratch)
+            gram = pair_gram(jacobian, first[start:stop], second[start:stop], points, scratch)
             # Many entries may share a pair of units; take those in steps as well.
             for begin in range(ends[start], ends[stop], entries_step):
                 part = slice(begin, min(begin + entries_step, ends[stop]))
@@ -97,10 +97,14 @@ def _sorted_pairs(
     return result
 
 
-def _pair_gram(
-    jacobian: OutputJacobian, first: Tensor, second: Tensor, points: slice, scratch: Tensor
+def pair_gram(
+    jacobian: OutputJacobian,
+    first: Tensor,
+    second: Tensor,
+    points: slice,
+    scratch: Tensor | None = None,
 ) -> Tensor:
-    """g of pairs of units, all of one kind."""
+    """g of pairs of units, (pairs, b): all hidden, all of the tail, or hidden with tail."""
     num_hidden = jacobian.num_hidden
     if int(second[0]) < num_hidden:
         return jacobian.hidden_gram(first, second, points, scratch)

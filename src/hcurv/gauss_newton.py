@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from hcurv import entries, products
+from hcurv import entries, entry_batches, products
 from hcurv.batches import Batches, Data
 from hcurv.indexing import (
     Index,
@@ -206,6 +206,36 @@ class GaussNewton(SymmetricOperator):
                 ("ask for fewer rows or columns at a time", "use H @ v instead of a dense block"),
             )
             return entries.block(self._factors, row_index, col_index, self._workspace)
+
+    def blocks(self, rows: Tensor, cols: Tensor) -> Tensor:
+        """Many blocks H[rows[b], cols[b]] of equal size, exactly; symmetric where rows equal cols.
+
+        Args:
+            rows: integers, (B, m).
+            cols: integers, (B, k).
+
+        Returns:
+            (B, m, k).
+        """
+        with torch.no_grad():
+            row_index, col_index = entry_batches.resolve_blocks(
+                rows, cols, self.shape[0], self.device
+            )
+            size = row_index.numel() * col_index.shape[1] * self.dtype.itemsize
+            require_bytes(
+                size + self._workspace,
+                self.device,
+                f"{len(row_index)} blocks of {row_index.shape[1]} x {col_index.shape[1]} entries",
+                ("ask for fewer blocks at a time", "ask for smaller blocks"),
+            )
+            return entry_batches.blocks(self._factors, row_index, col_index, self._workspace)
+
+    def orders(self) -> dict[str, Tensor]:
+        """Orders of the parameters that follow the network, by name, each a permutation (N,).
+
+        "layer-output-input" and "layer-input-output", see `LayerFactors.structural_orders`.
+        """
+        return self._factors.structural_orders()
 
     def pairs(self, rows: Indices, cols: Indices) -> Tensor:
         """The entries H[rows[j], cols[j]], elementwise, exactly."""

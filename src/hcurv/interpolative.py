@@ -46,6 +46,8 @@ def interpolate_rows(
     samples: Tensor,  # (B, m, s)
     max_rank: int | None = None,
     tolerance: float | Tensor = 0.0,  # one for all, or (B,)
+    *,
+    random_columns: bool = False,
 ) -> Interpolation:
     """Choose rows of each matrix of a batch that all its rows can be interpolated from.
 
@@ -54,6 +56,9 @@ def interpolate_rows(
         max_rank: most rows to choose; None for no limit but min(m, s).
         tolerance: error ‖samples − weights @ samples[skeleton]‖_F to reach with as few rows as the
             pivots allow; 0 goes on until the remainder is rounding.
+        random_columns: the s columns are a random sample of many more, for which the tolerance is
+            meant (scaled to s columns). Weights fitted to s columns with r unknowns leave, on
+            average, (s − r)/s of the square that they leave of other columns.
 
     Returns:
         Skeletons, weights, ranks and errors, padded to the largest rank of the batch.
@@ -72,7 +77,10 @@ def interpolate_rows(
     values = samples.double()
     gram = values @ values.transpose(1, 2)
     factor, skeleton, ranks = _pivoted_cholesky(
-        gram, limit, tolerances.expand(num_matrices).square()
+        gram,
+        limit,
+        tolerances.expand(num_matrices).square(),
+        num_samples if random_columns else None,
     )
     rank = int(ranks.max()) if num_matrices else 0
     factor, skeleton = factor[:, :, :rank], skeleton[:, :rank]
@@ -89,7 +97,7 @@ def interpolate_rows(
 
 
 def _pivoted_cholesky(
-    gram: Tensor, limit: int, squared_tolerances: Tensor
+    gram: Tensor, limit: int, squared_tolerances: Tensor, num_random: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """L (B, m, limit), pivots (B, limit) and ranks (B,); columns beyond the rank are zero."""
     num_matrices, num_rows = gram.shape[:2]
@@ -111,7 +119,11 @@ def _pivoted_cholesky(
         # How much of the trace is left after each pivot tells how many of them are needed.
         drops = columns.square()
         left = remainders[index].sum(1)[:, None] - drops.sum(1).cumsum(1)
-        enough = left <= squared_tolerances[index, None]
+        allowed = squared_tolerances[index, None]
+        if num_random is not None:
+            count = torch.arange(done + 1, done + width + 1, device=gram.device)
+            allowed = allowed * ((num_random - count) / num_random)
+        enough = left.clamp(min=0) <= allowed
         reached = enough.any(1)
         needed = torch.where(reached, enough.int().argmax(1) + 1, width)
         needed = torch.minimum(needed, (drops.amax(1) > 0).sum(1))
@@ -138,38 +150,44 @@ def _panel(
     square = _rows(gram, candidates)
     square = square.gather(2, candidates[:, None].expand(-1, num_candidates, -1))
     square = square - chosen_factor @ chosen_factor.transpose(1, 2)
-    local = _small_pivots(square, floors, width)
+    local, corner = _small_cholesky(square, floors, width)
     rows = candidates.gather(1, local)
-    row_factor = _rows(factor, rows)
     columns = gram.gather(2, rows[:, None].expand(-1, gram.shape[1], -1))
-    columns = columns - factor @ row_factor.transpose(1, 2)
-    # Left-looking within the panel: width small steps.
-    result = torch.zeros_like(columns)
-    for step in range(width):
-        pivot = rows[:, step : step + 1]
-        own = _rows(result, pivot)[:, 0, :step]
-        column = columns[:, :, step] - (result[:, :, :step] @ own[:, :, None]).squeeze(2)
-        value = column.gather(1, pivot)
-        root = torch.where(value > floors[:, None], value, torch.inf).sqrt()
-        result[:, :, step] = column / root
-    return rows, result
+    columns.baddbmm_(factor, _rows(factor, rows).transpose(1, 2), alpha=-1)
+    # The pivots' own rows of L are known: L[rows] = corner, so L = columns · corner⁻ᵀ.
+    spent = corner.diagonal(dim1=1, dim2=2) == 0
+    corner = corner + torch.diag_embed(spent.to(corner.dtype))
+    inverse = torch.linalg.solve_triangular(corner, _identity_like(corner), upper=False)
+    columns = columns @ inverse.transpose(1, 2)
+    return rows, columns.masked_fill_(spent[:, None], 0.0)
 
 
-def _small_pivots(square: Tensor, floors: Tensor, width: int) -> Tensor:
-    """Positions of the first pivots of small matrices, (A, width), all different."""
+def _identity_like(square: Tensor) -> Tensor:
+    eye = torch.eye(square.shape[1], dtype=square.dtype, device=square.device)
+    return eye.expand_as(square)
+
+
+def _small_cholesky(square: Tensor, floors: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """First pivots of small matrices, (A, width), all different, and their lower triangle of L.
+
+    Columns of L for which no pivot above the floor is left are zero.
+    """
     square = square.clone()
     diagonal = square.diagonal(dim1=1, dim2=2).clone()
+    factor = square.new_zeros(*square.shape[:2], width)
     order = []
-    for _ in range(width):
+    for step in range(width):
         position = diagonal.argmax(1, keepdim=True)
-        column = square.gather(2, position[:, None].expand(-1, square.shape[1], -1)).squeeze(2)
+        column = _rows(square, position).squeeze(1)
         value = column.gather(1, position)
         root = torch.where(value > floors[:, None], value, torch.inf).sqrt()
         column = column / root
-        square -= column[:, :, None] * column[:, None, :]
+        square.baddbmm_(column[:, :, None], column[:, None, :], alpha=-1)
+        factor[:, :, step] = column
         diagonal = (diagonal - column.square()).scatter(1, position, -torch.inf)
         order.append(position)
-    return torch.cat(order, dim=1)
+    pivots = torch.cat(order, dim=1)
+    return pivots, _rows(factor, pivots).tril()
 
 
 def _rows(values: Tensor, index: Tensor) -> Tensor:

@@ -65,6 +65,23 @@ class LayerFactors:
         """Number of stored floats."""
         return self.inputs.numel() + sum(t.numel() for t in self.jacobian.tensors)
 
+    def structural_orders(self) -> dict[str, Tensor]:
+        """Orders of the N flat indices that follow the network, each a permutation, by name.
+
+        "layer-output-input" goes through the layers, their units, and the inputs of a unit, its
+        bias last; "layer-input-output" through the layers, their inputs, the biases last, and the
+        units.
+        """
+        everything = torch.arange(self.num_parameters, device=self.inputs.device)
+        units, inputs = self.locate(everything)
+        # Units and inputs are both numbered through, layer by layer.
+        by_output = units * self.inputs.shape[0] + inputs
+        by_input = inputs * self.num_units + units
+        return {
+            "layer-output-input": by_output.argsort(),
+            "layer-input-output": by_input.argsort(),
+        }
+
     def select(self, points: Tensor, scale: Tensor) -> LayerFactors:
         """The factors of some points, their Jacobians multiplied by ``scale``."""
         jacobian = self.jacobian.select(points, scale)

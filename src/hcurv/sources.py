@@ -79,9 +79,7 @@ def blocks(source: EntrySource, rows: Tensor, cols: Tensor) -> Tensor:
     """
     num_blocks, num_rows, num_cols = *rows.shape, cols.shape[1]
     if 0 in (num_blocks, num_rows, num_cols):
-        return torch.zeros(
-            num_blocks, num_rows, num_cols, dtype=source.dtype, device=source.device
-        )
+        return torch.zeros(num_blocks, num_rows, num_cols, dtype=source.dtype, device=source.device)
     safe_rows, safe_cols = rows.clamp(min=0), cols.clamp(min=0)
     if isinstance(source, _BlocksSource):
         values = source.blocks(safe_rows, safe_cols)

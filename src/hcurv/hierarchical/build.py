@@ -1,0 +1,287 @@
+"""Bottom-up construction: interpolate every node from samples of its off-diagonal rows."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from hcurv.cluster_tree import ClusterTree
+from hcurv.hierarchical.assembly import (
+    NodeInterpolations,
+    leaf_blocks,
+    make_bases,
+    make_couplings,
+)
+from hcurv.hierarchical.buckets import group_by_shape
+from hcurv.hierarchical.levels import Basis, LeafBlocks, Level, row_table
+from hcurv.hierarchical.skeleton_columns import SkeletonSampler
+from hcurv.interpolative import Interpolation, interpolate_rows
+from hcurv.operators import EntrySource
+
+__all__ = ["FIRST_RANK", "Builder", "Sampler", "num_columns_for"]
+
+_GROUP_FLOATS = 2**24  # of samples or Gram matrices of a group of nodes
+_OVERSAMPLING = 1.5  # columns per row of a skeleton ...
+_EXTRA = 16  # ... and beyond
+_PROBE = 4  # nodes that tell whether a sample has columns enough
+FIRST_RANK = 48  # that the first sample is made for
+
+
+def num_columns_for(rank: int) -> int:
+    """Columns of samples with which a skeleton of ``rank`` rows is chosen safely."""
+    return math.ceil(_OVERSAMPLING * rank) + _EXTRA
+
+
+class Sampler(Protocol):
+    """Gives samples of the rows of nodes outside of the nodes themselves, level by level."""
+
+    @property
+    def num_columns(self) -> int:
+        """Number s of columns of a sample."""
+
+    @property
+    def gain(self) -> float:
+        """Norm of a sample over the norm of what it is a sample of."""
+
+    @property
+    def norm(self) -> float:
+        """Estimate of ‖H‖_F; known once `grow` was called."""
+
+    def begin(self, leaves: LeafBlocks) -> None:
+        """Give the leaf blocks, before anything else."""
+
+    def grow(self, num_columns: int) -> None:
+        """Have at least so many columns, from the current level on."""
+
+    def samples(self, nodes: Tensor, table: Tensor) -> Tensor:
+        """Samples of the rows of nodes, by their places on the current level, (B, m, s)."""
+
+    def ascend(self, level: Level, positions: Tensor) -> None:
+        """Go on with a level whose parts are known and whose skeletons lie at ``positions``."""
+
+    def held_out(self) -> tuple[Tensor, Tensor]:
+        """Vectors (N, k) that no sample was made of, and their products."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows that are left on a level, node by node.
+
+    Attributes:
+        positions: in tree order, (rows,).
+        starts: first row of each node, (nodes,).
+        counts: number of its rows, (nodes,).
+        scales: how much an error in a row weighs in the whole matrix, (rows + 1,), the last for
+            padding: norms of the columns of the product of all bases below.
+    """
+
+    positions: Tensor
+    starts: Tensor
+    counts: Tensor
+    scales: Tensor
+
+    @property
+    def size(self) -> int:
+        return self.positions.numel()
+
+    @property
+    def largest(self) -> int:
+        return int(self.counts.max())
+
+
+class Builder:
+    """Builds the parts of a hierarchical matrix.
+
+    Args:
+        source: entries.
+        tree: clusters.
+        tolerance: relative error asked for.
+        max_rank: rank cap.
+        progress: show a bar.
+
+    Attributes:
+        num_capped: nodes that the cap kept from their tolerance.
+        seconds: time spent in each phase.
+    """
+
+    def __init__(
+        self,
+        source: EntrySource,
+        tree: ClusterTree,
+        tolerance: float,
+        max_rank: int,
+        progress: bool = False,
+    ) -> None:
+        self._source, self._tree = source, tree
+        self._tolerance, self._max_rank, self._progress = tolerance, max_rank, progress
+        self._skeletons: SkeletonSampler | None = None
+        self.num_capped = 0
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add the time of a block to a phase."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def build(self, sampler: Sampler) -> tuple[LeafBlocks, tuple[Level, ...]]:
+        """Leaf blocks and all levels, from the leaves up."""
+        tree, order = self._tree, self._tree.permutation
+        bounds = tree.bounds(tree.depth)
+        with self.timed("leaf blocks"):
+            leaves = leaf_blocks(self._source, order, bounds)
+        sampler.begin(leaves)
+        levels: list[Level] = []
+        rows = _Rows(
+            torch.arange(order.numel(), device=order.device),
+            bounds[:-1],
+            bounds.diff(),
+            torch.ones(order.numel() + 1, dtype=self._source.dtype, device=order.device),
+        )
+        bar = tqdm(range(tree.depth, 0, -1), unit="level", disable=not self._progress)
+        for depth in bar:
+            bar.set_description(f"level {depth}, {2**depth} nodes")
+            parts = self._interpolate(sampler, rows, depth)
+            ranks = torch.zeros_like(rows.counts)
+            for part in parts:
+                ranks[part.nodes] = part.ranks
+            with self.timed("assembly"):
+                bases = make_bases(parts, rows.starts, rows.counts, ranks, rows.size)
+                places = _skeleton_places(bases, int(ranks.sum()), order.device)
+                counts = ranks.view(-1, 2).sum(1)
+                above = _Rows(
+                    rows.positions[places],
+                    counts.cumsum(0) - counts,
+                    counts,
+                    _column_norms(bases, rows.scales, places.numel()),
+                )
+            with self.timed("couplings"):
+                couplings = make_couplings(self._source, order[above.positions], ranks)
+            levels.append(Level(ranks, rows.size, bases, couplings))
+            with self.timed("samples"):
+                if self._skeletons is not None:
+                    self._skeletons.ascend(places, above.scales, above.starts, above.counts)
+                elif depth > 1:
+                    sampler.ascend(levels[-1], above.positions)
+            rows = above
+        return leaves, tuple(levels)
+
+    def _interpolate(self, sampler: Sampler, rows: _Rows, depth: int) -> list[NodeInterpolations]:
+        """Skeletons and weights of the nodes of one level.
+
+        The sample grows until it has columns enough for the ranks that the tolerance asks for;
+        it is tried on the nodes with the largest samples first.
+        """
+        counts = rows.counts
+        most = num_columns_for(min(self._max_rank, rows.largest))
+        if self._skeletons is None:
+            with self.timed("samples"):
+                sampler.grow(min(most, max(sampler.num_columns, num_columns_for(FIRST_RANK))))
+        groups = group_by_shape(counts, torch.ones_like(counts))
+        groups.sort(key=lambda group: -int(counts[group].max()))
+        probe = groups[0][:_PROBE]
+        while True:
+            enough = sampler.num_columns >= most or self._skeletons is not None
+            if not enough:
+                _, _, rank = self._try(sampler, [probe], rows)
+                enough = num_columns_for(rank) <= sampler.num_columns
+            if enough:
+                parts, num_capped, rank = self._try(sampler, groups, rows)
+                enough = num_columns_for(rank) <= sampler.num_columns
+                if enough or sampler.num_columns >= most or self._skeletons is not None:
+                    self.num_capped += num_capped
+                    return parts
+            with self.timed("samples"):
+                self._widen(sampler, rows, most, depth)
+
+    def _widen(self, sampler: Sampler, rows: _Rows, most: int, depth: int) -> None:
+        """Twice as many columns, or on the upper levels all entries between skeletons."""
+        if depth < self._tree.depth and rows.size**2 <= 2 * self._tree.num_kept * most:
+            index = self._tree.permutation[rows.positions]
+            self._skeletons = SkeletonSampler(
+                self._source, index, rows.scales, rows.starts, rows.counts
+            )
+        else:
+            sampler.grow(min(most, 2 * sampler.num_columns))
+
+    def _try(
+        self, sampler: Sampler, groups: list[Tensor], rows: _Rows
+    ) -> tuple[list[NodeInterpolations], int, int]:
+        """Interpolations, number of capped nodes, and largest rank; stops where columns lack."""
+        num_nodes = 2 ** (self._tree.depth + 1) - 2
+        chosen = sampler if self._skeletons is None else self._skeletons
+        random, num_columns = self._skeletons is None, chosen.num_columns
+        # Squares of errors add up over the nodes, for rows and columns.
+        tolerance = self._tolerance * sampler.norm * chosen.gain / math.sqrt(2 * num_nodes)
+        most = num_columns_for(min(self._max_rank, rows.largest))
+        parts, num_capped, largest_rank = [], 0, 0
+        for group in groups:
+            width = int(rows.counts[group].max())
+            step = max(1, _GROUP_FLOATS // max(1, width * max(width, num_columns)))
+            for nodes in group.split(step):
+                table = row_table(rows.starts[nodes], rows.counts[nodes], width, rows.size)
+                with self.timed("samples"):
+                    samples = chosen.samples(nodes, table)
+                with self.timed("interpolation"):
+                    found, capped = _scaled_interpolation(
+                        samples, rows.scales[table], self._max_rank, tolerance, random
+                    )
+                    parts.append(NodeInterpolations.trim(nodes, rows.counts[nodes], found))
+                num_capped += capped
+                largest_rank = max(largest_rank, int(found.ranks.max()))
+                if random and num_columns_for(largest_rank) > num_columns and num_columns < most:
+                    return parts, num_capped, largest_rank
+        return parts, num_capped, largest_rank
+
+
+def _scaled_interpolation(
+    samples: Tensor, scales: Tensor, max_rank: int, tolerance: float, random: bool
+) -> tuple[Interpolation, int]:
+    """Interpolate rows whose errors weigh ``scales``; also the number of nodes at the cap."""
+    samples.mul_(scales[:, :, None])
+    found = interpolate_rows(samples, max_rank, tolerance, random_columns=random)
+    allowed = torch.full_like(found.errors, 1.001 * tolerance)
+    if random:
+        allowed *= (1 - found.ranks / max(1, samples.shape[2])).sqrt()
+    reached = found.errors <= allowed
+    capped = int((~reached & (found.ranks >= max_rank)).sum())
+    rank = found.skeleton.shape[1]
+    within = torch.arange(rank, device=scales.device) < found.ranks[:, None]
+    chosen = scales.gather(1, torch.where(within, found.skeleton, 0))
+    weights = found.weights.mul_(chosen[:, None]).div_(scales[:, :, None])
+    return Interpolation(found.skeleton, weights, found.ranks, found.errors), capped
+
+
+def _column_norms(bases: tuple[Basis, ...], scales: Tensor, size: int) -> Tensor:
+    """Norms of the columns of the product of all bases so far, cross terms left out."""
+    squares = scales.square()
+    result = scales.new_ones(size + 1)
+    for basis in bases:
+        step = max(1, _GROUP_FLOATS // max(1, basis.weights[0].numel()))
+        for start in range(0, basis.weights.shape[0], step):
+            part = slice(start, start + step)
+            below = squares[basis.rest[part]][:, None]
+            total = (below @ basis.weights[part].square()).squeeze(1)
+            total += squares[basis.skeleton[part]]
+            result[basis.target[part]] = total.sqrt()
+    result[-1] = 1.0
+    return result
+
+
+def _skeleton_places(bases: tuple[Basis, ...], size: int, device: torch.device) -> Tensor:
+    """Where the skeleton rows of a level lie on the level below."""
+    result = torch.zeros(size + 1, dtype=torch.long, device=device)
+    for basis in bases:
+        result[basis.target] = basis.skeleton
+    return result[:-1]

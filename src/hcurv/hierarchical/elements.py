@@ -1,0 +1,170 @@
+"""Entries of a compressed matrix: A[i, j] = u_iᵀ B u_j on the level where i and j part.
+
+u_i is row i of the product of the bases from its leaf up to that level. Only the nodes on the way
+are touched.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hcurv.hierarchical.levels import Level
+
+if TYPE_CHECKING:
+    from hcurv.hierarchical.matrix import HMatrix
+
+__all__ = ["block", "pairs"]
+
+_PAIRS = 2**14  # evaluated at a time
+_GATHERED = 2**22  # floats of bases or couplings copied at a time
+
+
+class _Path(NamedTuple):
+    """Nodes and coefficients of some rows on one level."""
+
+    nodes: Tensor  # (P,)
+    vectors: Tensor  # (P, largest rank)
+
+
+class _Leaf(NamedTuple):
+    """Where rows lie in their leaves; node -1 for a zero row."""
+
+    nodes: Tensor  # (P,)
+    local: Tensor  # (P,)
+
+
+def pairs(matrix: HMatrix, rows: Tensor, cols: Tensor) -> Tensor:
+    """A[rows[k], cols[k]]."""
+    result = torch.zeros(rows.numel(), dtype=matrix.dtype, device=matrix.device)
+    for start in range(0, rows.numel(), _PAIRS):
+        part = slice(start, start + _PAIRS)
+        row_leaf, col_leaf = _locate(matrix, rows[part]), _locate(matrix, cols[part])
+        values = _same_leaf(matrix, row_leaf, col_leaf)
+        row_paths = _paths(matrix, row_leaf)
+        col_paths = _paths(matrix, col_leaf)
+        for level, row, col in zip(matrix.levels, row_paths, col_paths, strict=True):
+            meet = ((row.nodes ^ 1) == col.nodes) & (row.nodes >= 0)
+            index = meet.nonzero().squeeze(1)
+            coupled = _couple(level, _Path(col.nodes[index], col.vectors[index]))
+            values[index] = torch.linalg.vecdot(row.vectors[index], coupled)
+        result[part] = values
+    return result
+
+
+def block(matrix: HMatrix, rows: Tensor, cols: Tensor) -> Tensor:
+    """A[rows, cols]."""
+    result = torch.zeros(rows.numel(), cols.numel(), dtype=matrix.dtype, device=matrix.device)
+    row_leaf, col_leaf = _locate(matrix, rows), _locate(matrix, cols)
+    # Cells of a common leaf, a strip of rows at a time.
+    for start in range(0, rows.numel(), 256):
+        nodes = row_leaf.nodes[start : start + 256, None]
+        row, col = ((nodes == col_leaf.nodes) & (nodes >= 0)).nonzero(as_tuple=True)
+        row += start
+        result[row, col] = _same_leaf(
+            matrix,
+            _Leaf(row_leaf.nodes[row], row_leaf.local[row]),
+            _Leaf(col_leaf.nodes[col], col_leaf.local[col]),
+        )
+    row_paths, col_paths = _paths(matrix, row_leaf), _paths(matrix, col_leaf)
+    for level, row_path, col_path in zip(matrix.levels, row_paths, col_paths, strict=True):
+        coupled = _couple(level, col_path)
+        meet = ((row_path.nodes ^ 1)[:, None] == col_path.nodes) & (row_path.nodes >= 0)[:, None]
+        result += (row_path.vectors @ coupled.T).masked_fill_(~meet, 0.0)
+    return result
+
+
+def _locate(matrix: HMatrix, index: Tensor) -> _Leaf:
+    tree = matrix.tree
+    inverse = torch.full((tree.size,), -1, dtype=torch.long, device=index.device)
+    inverse[tree.permutation] = torch.arange(tree.permutation.numel(), device=index.device)
+    positions = inverse[index]
+    bounds = tree.bounds(tree.depth)
+    nodes = torch.searchsorted(bounds[1:].contiguous(), positions, right=True)
+    zero = positions < 0
+    nodes = nodes.clamp(max=bounds.numel() - 2)
+    return _Leaf(nodes.masked_fill(zero, -1), (positions - bounds[nodes]).masked_fill(zero, 0))
+
+
+def _same_leaf(matrix: HMatrix, rows: _Leaf, cols: _Leaf) -> Tensor:
+    result = torch.zeros(rows.nodes.numel(), dtype=matrix.dtype, device=matrix.device)
+    inside = (rows.nodes == cols.nodes) & (rows.nodes >= 0)
+    index = inside.nonzero().squeeze(1)
+    result[index] = matrix.leaves.values[rows.nodes[index], rows.local[index], cols.local[index]]
+    return result
+
+
+def _slots(nodes: Tensor, num_nodes: int) -> Tensor:
+    """Place of every node in a batch, -1 if it is not there."""
+    slots = torch.full((num_nodes,), -1, dtype=torch.long, device=nodes.device)
+    slots[nodes] = torch.arange(nodes.numel(), device=nodes.device)
+    return slots
+
+
+def _paths(matrix: HMatrix, leaf: _Leaf) -> list[_Path]:
+    """The coefficients of some rows on every level, from the leaves up."""
+    if not matrix.levels:
+        return []
+    result: list[_Path] = []
+    nodes, local, vectors = leaf.nodes, leaf.local[:, None], None
+    starts = matrix.tree.bounds(matrix.tree.depth)[:-1]
+    for level in matrix.levels:
+        # A vector on the level below is at most as long as the node has rows there: `local` are
+        # the places of its components within the node, `vectors` their values.
+        if vectors is None:
+            vectors = torch.ones_like(local, dtype=matrix.dtype)
+        vectors = _climb(level, nodes, starts, local, vectors)
+        result.append(_Path(nodes, vectors))
+        offsets = level.ranks.cumsum(0) - level.ranks
+        # Within the parent, a left child's skeleton comes first.
+        shift = torch.where(nodes % 2 == 1, level.ranks[nodes ^ 1], 0)
+        local = shift[:, None] + torch.arange(vectors.shape[1], device=nodes.device)
+        nodes = torch.where(nodes >= 0, nodes // 2, -1)
+        starts = offsets[::2]
+    return result
+
+
+def _climb(level: Level, nodes: Tensor, starts: Tensor, local: Tensor, vectors: Tensor) -> Tensor:
+    """uᵀP for vectors with components at places ``local`` of their nodes' rows below."""
+    largest = int(level.ranks.max()) if level.ranks.numel() else 0
+    result = vectors.new_zeros(nodes.numel(), largest)
+    for basis in level.bases:
+        slots = _slots(basis.nodes, level.ranks.numel())[nodes]
+        index = ((slots >= 0) & (nodes >= 0)).nonzero().squeeze(1)
+        num_rest, rank = basis.weights.shape[1:]
+        step = max(1, _GATHERED // max(1, num_rest * rank))
+        width = num_rest + rank + vectors.shape[1] + 1
+        for start in range(0, index.numel(), step):
+            part = index[start : start + step]
+            slot, first = slots[part], starts[nodes[part], None]
+            # The vector over all rows of the node; components beyond its length are zero.
+            whole = vectors.new_zeros(part.numel(), width)
+            whole.scatter_add_(1, local[part].clamp(max=width - 1), vectors[part])
+            skeleton = (basis.skeleton[slot] - first).clamp(max=width - 1)
+            rest = (basis.rest[slot] - first).clamp(max=width - 1)
+            inside = basis.rest[slot] < level.size_below
+            known = whole.gather(1, rest) * inside
+            own = whole.gather(1, skeleton) * (basis.skeleton[slot] < level.size_below)
+            own += (known[:, None] @ basis.weights[slot]).squeeze(1)
+            result[part[:, None], torch.arange(rank, device=nodes.device)] = own
+    return result
+
+
+def _couple(level: Level, path: _Path) -> Tensor:
+    """B u for every vector: coefficients in its node's sibling."""
+    result = torch.zeros_like(path.vectors)
+    for coupling in level.couplings:
+        slots = _slots(coupling.parents, level.ranks.numel() // 2)[path.nodes // 2]
+        inside = (slots >= 0) & (path.nodes >= 0)
+        for side in (0, 1):
+            index = (inside & (path.nodes % 2 == side)).nonzero().squeeze(1)
+            values = coupling.values if side == 0 else coupling.values.transpose(1, 2)
+            num_own, num_other = values.shape[1:]
+            step = max(1, _GATHERED // max(1, num_own * num_other))
+            for start in range(0, index.numel(), step):
+                part = index[start : start + step]
+                own = path.vectors[part, :num_own]
+                result[part, :num_other] = (own[:, None] @ values[slots[part]]).squeeze(1)
+    return result

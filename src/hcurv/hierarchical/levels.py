@@ -1,0 +1,196 @@
+"""The parts of a hierarchical matrix: leaf blocks, nested bases, couplings; what each one does.
+
+Vectors are carried from level to level. On the lowest, a vector has one row per kept row of the
+matrix, in tree order; on level ℓ it has one row per skeleton row of the nodes of ℓ. One further
+row, always zero, is what padded indices point to. Nodes are batched by shape, so that the number of
+operations grows with the number of levels and shapes, not of nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Basis", "Coupling", "LeafBlocks", "Level", "row_table"]
+
+
+def row_table(starts: Tensor, counts: Tensor, width: int, padding: int) -> Tensor:
+    """Positions start, start + 1, … of each node's rows, (B, width), padded."""
+    places = torch.arange(width, device=starts.device)
+    table = starts[:, None] + places
+    return table.masked_fill(places >= counts[:, None], padding)
+
+
+def _take(values: Tensor, index: Tensor) -> Tensor:
+    """Rows of ``values`` (size + 1, k) by an index table (B, m): (B, m, k)."""
+    return values.index_select(0, index.reshape(-1)).view(*index.shape, values.shape[1])
+
+
+def _put(values: Tensor, index: Tensor, rows: Tensor) -> None:
+    values.index_copy_(0, index.reshape(-1), rows.flatten(0, 1))
+
+
+@dataclass(frozen=True)
+class LeafBlocks:
+    """Diagonal blocks of all leaves, in their order.
+
+    Attributes:
+        rows: positions in tree order, (2^depth, m).
+        values: symmetric blocks, (2^depth, m, m).
+    """
+
+    rows: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, bounds: Tensor, values: Tensor) -> LeafBlocks:
+        """Blocks of leaves that begin and end at ``bounds``."""
+        counts = bounds.diff()
+        return cls(row_table(bounds[:-1], counts, values.shape[1], int(bounds[-1])), values)
+
+    @property
+    def num_stored(self) -> int:
+        """Stored floats."""
+        return self.values.numel()
+
+    def add_product(self, inputs: Tensor, outputs: Tensor, scale: float = 1.0) -> None:
+        """Add the blocks, scaled, times ``inputs`` to ``outputs``."""
+        rows = _take(outputs, self.rows)
+        rows.baddbmm_(self.values, _take(inputs, self.rows), alpha=scale)
+        _put(outputs, self.rows, rows)
+
+
+@dataclass(frozen=True)
+class Basis:
+    """Interpolation from the skeleton rows of nodes to all of their rows.
+
+    Attributes:
+        nodes: the nodes, (B,).
+        skeleton: positions of the skeleton rows on the level below, (B, r).
+        rest: positions of the other rows on the level below, (B, m).
+        target: positions of the skeleton rows on this level, (B, r).
+        weights: rows ``rest`` from rows ``skeleton``, (B, m, r); the identity between skeleton
+            rows and themselves is not stored.
+    """
+
+    nodes: Tensor
+    skeleton: Tensor
+    rest: Tensor
+    target: Tensor
+    weights: Tensor
+
+    @classmethod
+    def of(
+        cls, nodes: Tensor, ranks: Tensor, skeleton: Tensor, rest: Tensor, weights: Tensor
+    ) -> Basis:
+        """Bases of some nodes, given the ranks of all nodes of their level."""
+        starts = ranks.cumsum(0) - ranks
+        target = row_table(starts[nodes], ranks[nodes], weights.shape[2], int(ranks.sum()))
+        return cls(nodes, skeleton, rest, target, weights)
+
+    @property
+    def num_stored(self) -> int:
+        """Stored floats."""
+        return self.weights.numel()
+
+    def gather(self, below: Tensor, here: Tensor) -> None:
+        """Set the nodes' rows of ``here`` to Pᵀ times those of ``below``."""
+        rows = _take(below, self.skeleton)
+        rows.baddbmm_(self.weights.transpose(1, 2), _take(below, self.rest))
+        _put(here, self.target, rows)
+
+    def spread(self, here: Tensor, below: Tensor) -> None:
+        """Set the nodes' rows of ``below`` to P times those of ``here``."""
+        rows = _take(here, self.target)
+        _put(below, self.skeleton, rows)
+        _put(below, self.rest, self.weights @ rows)
+
+
+@dataclass(frozen=True)
+class Coupling:
+    """Blocks between the skeletons of siblings.
+
+    Attributes:
+        parents: numbers of the siblings' parents on the level above, (B,).
+        left: positions of the left nodes' skeletons on their level, (B, p).
+        right: positions of the right nodes', (B, q).
+        values: the blocks, (B, p, q).
+    """
+
+    parents: Tensor
+    left: Tensor
+    right: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, parents: Tensor, ranks: Tensor, values: Tensor) -> Coupling:
+        """Blocks of some pairs of siblings, given the ranks of all nodes of their level."""
+        starts, size = ranks.cumsum(0) - ranks, int(ranks.sum())
+        left, right = (
+            row_table(starts[nodes], ranks[nodes], width, size)
+            for nodes, width in ((2 * parents, values.shape[1]), (2 * parents + 1, values.shape[2]))
+        )
+        return cls(parents, left, right, values)
+
+    @property
+    def num_stored(self) -> int:
+        """Stored floats."""
+        return self.values.numel()
+
+    def add_product(self, inputs: Tensor, outputs: Tensor, scale: float = 1.0) -> None:
+        """Add the blocks, both ways and scaled, times ``inputs`` to ``outputs``."""
+        left, right = _take(inputs, self.left), _take(inputs, self.right)
+        rows = _take(outputs, self.left)
+        _put(outputs, self.left, rows.baddbmm_(self.values, right, alpha=scale))
+        rows = _take(outputs, self.right)
+        _put(outputs, self.right, rows.baddbmm_(self.values.transpose(1, 2), left, alpha=scale))
+
+
+@dataclass(frozen=True)
+class Level:
+    """All nodes of one level below the root.
+
+    Attributes:
+        ranks: skeleton rows of each node, (2^ℓ,).
+        size_below: rows of a vector on the level below.
+        bases: of nodes of positive rank, by shape.
+        couplings: of pairs of siblings of positive rank, by shape.
+    """
+
+    ranks: Tensor
+    size_below: int
+    bases: tuple[Basis, ...]
+    couplings: tuple[Coupling, ...]
+
+    @property
+    def size(self) -> int:
+        """Rows of a vector on this level."""
+        return int(self.ranks.sum())
+
+    @property
+    def num_stored(self) -> int:
+        """Stored floats."""
+        return sum(basis.num_stored for basis in self.bases) + sum(
+            coupling.num_stored for coupling in self.couplings
+        )
+
+    def gather(self, below: Tensor) -> Tensor:
+        """Pᵀ times a vector of the level below."""
+        here = below.new_zeros(self.size + 1, below.shape[1])
+        for basis in self.bases:
+            basis.gather(below, here)
+        return here
+
+    def spread(self, here: Tensor) -> Tensor:
+        """P times a vector of this level."""
+        below = here.new_zeros(self.size_below + 1, here.shape[1])
+        for basis in self.bases:
+            basis.spread(here, below)
+        return below
+
+    def add_couplings(self, inputs: Tensor, outputs: Tensor, scale: float = 1.0) -> None:
+        """Add the couplings between siblings, scaled, times ``inputs`` to ``outputs``."""
+        for coupling in self.couplings:
+            coupling.add_product(inputs, outputs, scale)

@@ -1,0 +1,150 @@
+"""Samples of off-diagonal rows by a sketch: Y = HΩ with random Ω, carried up the tree.
+
+The rows I of a leaf, outside of its own block, are sampled by Y_I − H_II Ω_I. With skeletons S and
+interpolation P of all leaves, the rows S of a parent outside of itself are sampled by
+Y_S − B Ω̂, where B couples the two children and Ω̂ = PᵀΩ; and so on. Nothing is ever asked of the
+matrix but products with Ω, leaf blocks and couplings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hcurv.hierarchical.levels import LeafBlocks, Level
+from hcurv.operators import EntrySource
+
+__all__ = ["SketchSampler", "random_products"]
+
+_PANEL_FLOATS = 2**26  # of a panel of columns
+_MAX_PANEL = 256
+_HELD_OUT = 16  # columns to estimate the error with
+
+
+@dataclass
+class _Panel:
+    """Some columns of the sketch on one level; a last row of zeros."""
+
+    inputs: Tensor  # Ω
+    outputs: Tensor  # HΩ without the parts that belong to blocks below
+
+
+class SketchSampler:
+    """Samples from products with random vectors.
+
+    Args:
+        source: the matrix, with a product.
+        rows: its kept rows in tree order.
+        seed: of the random vectors.
+    """
+
+    def __init__(self, source: EntrySource, rows: Tensor, seed: int) -> None:
+        self._source = source
+        self._rows = rows
+        self._generator = torch.Generator(source.device).manual_seed(seed)
+        self._panels: list[_Panel] = []
+        self._leaves: LeafBlocks | None = None
+        self._levels: list[Level] = []
+        self._held_out = self._draw(_HELD_OUT)
+        self._squares = 0.0  # ‖HΩ‖_F² ...
+        self._num_squares = 0  # ... and its number of columns
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of the sketch."""
+        return sum(panel.inputs.shape[1] for panel in self._panels)
+
+    @property
+    def gain(self) -> float:
+        """Norm of a sample over the norm of what it is a sample of."""
+        return float(self.num_columns**0.5)
+
+    @property
+    def norm(self) -> float:
+        """Estimate of ‖H‖_F."""
+        return float((self._squares / max(1, self._num_squares)) ** 0.5)
+
+    def begin(self, leaves: LeafBlocks) -> None:
+        """Give the leaf blocks, before anything else."""
+        self._leaves = leaves
+
+    def grow(self, num_columns: int) -> None:
+        """Draw until there are ``num_columns``, and carry the new ones to the current level."""
+        assert self._leaves is not None
+        width = max(16, min(_MAX_PANEL, _PANEL_FLOATS // (self._rows.numel() + 1)))
+        while self.num_columns < num_columns:
+            panel = self._draw(min(width, num_columns - self.num_columns))
+            self._squares += float(
+                torch.linalg.vector_norm(panel.outputs, dtype=torch.float64).square()
+            )
+            self._num_squares += panel.inputs.shape[1]
+            self._leaves.add_product(panel.inputs, panel.outputs, -1.0)
+            for level in self._levels:
+                panel = _carry(panel, level)
+            self._panels.append(panel)
+
+    def samples(self, nodes: Tensor, table: Tensor) -> Tensor:
+        """Samples of the rows of nodes, given by their places on the current level, (B, m, s)."""
+        result = torch.empty(
+            *table.shape, self.num_columns, dtype=self._source.dtype, device=table.device
+        )
+        start = 0
+        for panel in self._panels:
+            stop = start + panel.outputs.shape[1]
+            part = panel.outputs.index_select(0, table.reshape(-1))
+            result[:, :, start:stop] = part.view(*table.shape, part.shape[1])
+            start = stop
+        return result
+
+    def ascend(self, level: Level, positions: Tensor) -> None:
+        """Carry the sketch to a level whose bases and couplings are known."""
+        self._levels.append(level)
+        for place, panel in enumerate(self._panels):
+            self._panels[place] = _carry(panel, level)
+
+    def held_out(self) -> tuple[Tensor, Tensor]:
+        """Random vectors that no sample was made of, (N, k), and their products."""
+        size = self._source.shape[0]
+        inputs, outputs = (
+            torch.zeros(size, t.shape[1], dtype=t.dtype, device=t.device).index_copy_(
+                0, self._rows, t[:-1]
+            )
+            for t in (self._held_out.inputs, self._held_out.outputs)
+        )
+        return inputs, outputs
+
+    def _draw(self, num_columns: int) -> _Panel:
+        return _Panel(*random_products(self._source, self._rows, num_columns, self._generator))
+
+
+def random_products(
+    source: EntrySource, rows: Tensor, num_columns: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Ω and HΩ on some rows of the matrix (Ω is zero on the others), and one row of zeros."""
+    dtype, device = source.dtype, source.device
+    inputs = torch.zeros(rows.numel() + 1, num_columns, dtype=dtype, device=device)
+    inputs[:-1].normal_(generator=generator)
+    whole = torch.zeros(source.shape[0], num_columns, dtype=dtype, device=device)
+    whole.index_copy_(0, rows, inputs[:-1])
+    products = source @ whole  # type: ignore[operator]
+    if products.shape != whole.shape:
+        raise ValueError(
+            f"source @ matrix must have shape {tuple(whole.shape)}; got {tuple(products.shape)}"
+        )
+    outputs = torch.zeros_like(inputs)
+    torch.index_select(products, 0, rows, out=outputs[:-1])
+    if not bool(torch.isfinite(torch.linalg.vector_norm(outputs))):
+        raise ValueError("a product with the source has entries that are NaN or infinite")
+    return inputs, outputs
+
+
+def _carry(panel: _Panel, level: Level) -> _Panel:
+    inputs = level.gather(panel.inputs)
+    outputs = torch.zeros_like(inputs)
+    for basis in level.bases:
+        index = basis.skeleton.reshape(-1)
+        outputs.index_copy_(0, basis.target.reshape(-1), panel.outputs.index_select(0, index))
+    level.add_couplings(inputs, outputs, -1.0)
+    return _Panel(inputs, outputs)

@@ -1,0 +1,199 @@
+"""Files: one safetensors file per matrix, self-describing, written atomically, never pickled.
+
+Tensors are named after the parts that they belong to, e.g. ``levels.0.bases.1.weights``; indices
+are stored as int32 where that suffices. The metadata hold the format, its version, a JSON
+description of everything else, and a checksum of every tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hcurv.cluster_tree import ClusterTree
+from hcurv.hierarchical.levels import Basis, Coupling, LeafBlocks, Level
+from hcurv.hierarchical.matrix import BuildRecord, HMatrix
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+__all__ = ["FileFormatError", "load", "save_matrix"]
+
+_FORMAT = "hcurv.HMatrix"
+_VERSION = 1
+_INT32 = torch.iinfo(torch.int32).max
+
+
+class FileFormatError(ValueError):
+    """A file is no readable hcurv file; the message says why."""
+
+
+def _safetensors() -> ModuleType:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError(
+            "files need the package safetensors: pip install 'hcurv[files]'"
+        ) from error
+    return safetensors.torch
+
+
+def save_matrix(matrix: HMatrix, path: str | PathLike[str]) -> None:
+    """Write a matrix; an existing file is replaced only once the new one is complete."""
+    library = _safetensors()
+    tensors = {
+        name: tensor.detach().cpu().contiguous() for name, tensor in _named_tensors(matrix).items()
+    }
+    tree = matrix.tree
+    description = {
+        "size": tree.size,
+        "depth": tree.depth,
+        "ordering": tree.ordering,
+        "scores": tree.scores,
+        "dtype": str(matrix.dtype).removeprefix("torch."),
+        "levels": [[len(level.bases), len(level.couplings)] for level in matrix.levels],
+        "record": asdict(matrix.record),
+        "checksums": {name: _checksum(tensor) for name, tensor in tensors.items()},
+    }
+    text = json.dumps(description)
+    metadata = {
+        "format": _FORMAT,
+        "version": str(_VERSION),
+        "description": text,
+        "checksum": str(zlib.crc32(text.encode())),
+    }
+    _write_atomically(Path(path), lambda target: library.save_file(tensors, target, metadata))
+
+
+def _write_atomically(path: Path, write: Any) -> None:
+    """Write beside the target, then rename: whatever happens, no half-written file is left."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    os.close(handle)
+    try:
+        write(name)
+        with open(name, "rb+") as stream:
+            os.fsync(stream.fileno())
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)  # as any new file; mkstemp's are private
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _checksum(tensor: Tensor) -> int:
+    values = zlib.crc32(tensor.numpy().tobytes()) if tensor.numel() else 0
+    return zlib.crc32(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), values)
+
+
+def _named_tensors(matrix: HMatrix) -> dict[str, Tensor]:
+    """What cannot be made of other parts; indices as int32 where they fit."""
+    tensors = {"permutation": matrix.tree.permutation, "leaves.values": matrix.leaves.values}
+    for number, level in enumerate(matrix.levels):
+        tensors[f"levels.{number}.ranks"] = level.ranks
+        for place, basis in enumerate(level.bases):
+            for part in ("nodes", "skeleton", "rest", "weights"):
+                tensors[f"levels.{number}.bases.{place}.{part}"] = getattr(basis, part)
+        for place, coupling in enumerate(level.couplings):
+            for part in ("parents", "values"):
+                tensors[f"levels.{number}.couplings.{place}.{part}"] = getattr(coupling, part)
+    short = matrix.tree.size < _INT32
+    return {
+        name: tensor.int() if short and not tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def load(path: str | PathLike[str], device: torch.device | str = "cpu") -> HMatrix:
+    """Read a matrix that `HMatrix.save` wrote.
+
+    Args:
+        path: the file.
+        device: where the matrix shall live.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        FileFormatError: it is foreign, damaged, or of a newer format.
+    """
+    library = _safetensors()
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no such file: {path}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+        description = _read_description(path, metadata)
+        tensors = library.load_file(path)
+    except SafetensorError as error:
+        raise FileFormatError(
+            f"{path} is truncated or no safetensors file ({error}); write it again"
+        ) from error
+    checksums = description.get("checksums", {})
+    if checksums.keys() != tensors.keys() or any(
+        _checksum(tensor) != checksums[name] for name, tensor in tensors.items()
+    ):
+        raise FileFormatError(f"{path} is damaged: checksums do not match; write it again")
+    moved = {
+        name: tensor.to(device, None if tensor.is_floating_point() else torch.long)
+        for name, tensor in tensors.items()
+    }
+    return _assemble(description, moved)
+
+
+def _read_description(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    if metadata.get("format") != _FORMAT:
+        found = metadata.get("format", "another program")
+        raise FileFormatError(f"{path} holds no hcurv matrix (it is by {found})")
+    version = metadata.get("version", "")
+    if not version.isdigit():
+        raise FileFormatError(f"{path} is damaged: its version is {version!r}")
+    if int(version) > _VERSION:
+        raise FileFormatError(
+            f"{path} has format version {version}, this hcurv reads up to {_VERSION}: upgrade hcurv"
+        )
+    text = metadata.get("description", "")
+    if str(zlib.crc32(text.encode())) != metadata.get("checksum"):
+        raise FileFormatError(f"{path} is damaged: checksums do not match; write it again")
+    description: dict[str, Any] = json.loads(text)
+    return description
+
+
+def _assemble(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> HMatrix:
+    tree = ClusterTree(
+        size=description["size"],
+        permutation=tensors["permutation"],
+        depth=description["depth"],
+        ordering=description["ordering"],
+        scores=description["scores"],
+    )
+    levels: list[Level] = []
+    size_below = tree.num_kept
+    for number, (num_bases, num_couplings) in enumerate(description["levels"]):
+        ranks = tensors[f"levels.{number}.ranks"]
+        bases, couplings = [], []
+        for place in range(num_bases):
+            name = f"levels.{number}.bases.{place}"
+            parts = [tensors[f"{name}.{part}"] for part in ("skeleton", "rest", "weights")]
+            bases.append(Basis.of(tensors[f"{name}.nodes"], ranks, *parts))
+        for place in range(num_couplings):
+            name = f"levels.{number}.couplings.{place}"
+            coupling = Coupling.of(tensors[f"{name}.parents"], ranks, tensors[f"{name}.values"])
+            couplings.append(coupling)
+        levels.append(Level(ranks, size_below, tuple(bases), tuple(couplings)))
+        size_below = levels[-1].size
+    leaves = LeafBlocks.of(tree.bounds(tree.depth), tensors["leaves.values"])
+    dtype = {"float32": torch.float32, "float64": torch.float64}[description["dtype"]]
+    return HMatrix(tree, leaves, tuple(levels), BuildRecord(**description["record"]), dtype)
