@@ -150,15 +150,26 @@ class _Side:
         return list(zip(units.tolist(), (stops - counts).tolist(), stops.tolist(), strict=True))
 
 
-def block(factors: LayerFactors, rows: Tensor, cols: Tensor, workspace: int) -> Tensor:
-    """The dense block rows x cols, within ``workspace`` bytes of temporary memory."""
+def block(
+    factors: LayerFactors,
+    rows: Tensor,
+    cols: Tensor,
+    workspace: int,
+    result: Tensor | None = None,
+) -> Tensor:
+    """The dense block rows x cols, within ``workspace`` bytes of temporary memory.
+
+    It is written to ``result`` if that is given.
+    """
     symmetric = rows.numel() == cols.numel() and torch.equal(rows, cols)
     # A tile may be there twice, sorted by unit and in the order asked for: half is for that.
     half = workspace // 2
     size = max(1, min(_TILE, math.isqrt(half // (2 * factors.inputs.dtype.itemsize))))
     if max(rows.numel(), cols.numel()) <= size:
-        return _tile(factors, rows, cols, symmetric, half)
-    result = factors.inputs.new_empty(rows.numel(), cols.numel())
+        values = _tile(factors, rows, cols, symmetric, half)
+        return values if result is None else result.copy_(values)
+    if result is None:
+        result = factors.inputs.new_empty(rows.numel(), cols.numel())
     for top in range(0, rows.numel(), size):
         row_range = slice(top, top + size)
         for left in range(top if symmetric else 0, cols.numel(), size):

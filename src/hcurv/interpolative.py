@@ -7,8 +7,8 @@ The rows are chosen by Cholesky factorization of YYᵀ with pivots, which takes 
 after r pivots YYᵀ = LLᵀ + (Schur complement), the trace of the Schur complement is the squared
 error ‖Y − PY[S]‖_F² of the best P, and P = L L[S]⁻¹ is that P. Pivots are chosen in panels among
 the rows with the largest remainders. YYᵀ has the squared condition number of Y, so that it is
-factorized in double precision; if Y is in double precision itself, one step of refinement makes up
-for the rest.
+factorized in double precision; if Y is in double precision itself, a second round on the remainder
+makes up for the rest.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ __all__ = ["Interpolation", "interpolate_rows"]
 
 _PANEL = 32  # pivots chosen at a time ...
 _CANDIDATES = 64  # ... among this many rows
+_NOISE = 32  # units of rounding, relative to the norm, that are not worth a pivot
 
 
 @dataclass(frozen=True)
@@ -74,40 +75,79 @@ def interpolate_rows(
     tolerances = torch.as_tensor(tolerance, dtype=torch.float64, device=samples.device)
     if not bool((tolerances >= 0).all()):
         raise ValueError("tolerance must not be negative")
+    tolerances = tolerances.expand(num_matrices)
+    limits = torch.full((num_matrices,), limit, device=samples.device)
+    num_random = num_samples if random_columns else None
+    found, remainder = _interpolate(samples, limits, tolerances, num_random)
+    if samples.dtype == torch.float64:
+        # Squares hide what is below 1e-8 of the norm: look once more at the remainder by itself.
+        noise = _NOISE * torch.finfo(samples.dtype).eps * _norms(samples)
+        short = found.errors > torch.maximum(_allowed(tolerances, found.ranks, num_random), noise)
+        limits = torch.where(short, limits - found.ranks, 0)
+        if bool((limits > 0).any()):
+            finer = torch.maximum(tolerances, noise)
+            found = _join(found, *_interpolate(remainder, limits, finer, num_random))
+    return found
+
+
+def _allowed(tolerances: Tensor, ranks: Tensor, num_random: int | None) -> Tensor:
+    """Errors on the given columns that stand for ``tolerances`` on all columns."""
+    return tolerances if num_random is None else tolerances * (1 - ranks / num_random).sqrt()
+
+
+def _norms(matrices: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(matrices, dim=(1, 2), dtype=torch.float64)
+
+
+def _interpolate(
+    samples: Tensor, limits: Tensor, tolerances: Tensor, num_random: int | None
+) -> tuple[Interpolation, Tensor]:
+    """The interpolation, and what it leaves of the samples."""
     values = samples.double()
     gram = values @ values.transpose(1, 2)
-    factor, skeleton, ranks = _pivoted_cholesky(
-        gram,
-        limit,
-        tolerances.expand(num_matrices).square(),
-        num_samples if random_columns else None,
-    )
-    rank = int(ranks.max()) if num_matrices else 0
+    factor, skeleton, ranks = _pivoted_cholesky(gram, limits, tolerances.square(), num_random)
+    rank = int(ranks.max()) if ranks.numel() else 0
     factor, skeleton = factor[:, :, :rank], skeleton[:, :rank]
     weights = _solve(factor, factor, skeleton, ranks)
-    chosen = _rows(samples, skeleton)
-    if samples.dtype == torch.float64:
-        # Refinement: the same normal equations for what is left, without its square.
-        coarse = torch.baddbmm(values, weights, chosen, alpha=-1) @ chosen.transpose(1, 2)
-        weights = weights + _solve_normal(coarse, factor, skeleton, ranks)
     weights = _put_identity(weights, skeleton, ranks).to(samples.dtype)
-    remainder = torch.baddbmm(samples, weights, chosen, alpha=-1)
-    errors = torch.linalg.vector_norm(remainder, dim=(1, 2), dtype=torch.float64)
-    return Interpolation(skeleton, weights, ranks, errors.to(samples.dtype))
+    remainder = torch.baddbmm(samples, weights, _rows(samples, skeleton), alpha=-1)
+    errors = _norms(remainder).to(samples.dtype)
+    return Interpolation(skeleton, weights, ranks, errors), remainder
+
+
+def _join(first: Interpolation, second: Interpolation, remainder: Tensor) -> Interpolation:
+    """Y ≈ P₁ Y[S₁] + P₂ (Y − P₁ Y[S₁])[S₂] in terms of the rows S₁ and S₂."""
+    ranks = first.ranks + second.ranks
+    num_matrices, num_rows = first.weights.shape[:2]
+    rank = int(ranks.max())
+    corrected = first.weights - second.weights @ _rows(first.weights, second.skeleton)
+    weights = first.weights.new_zeros(num_matrices, num_rows, rank)
+    skeleton = first.skeleton.new_zeros(num_matrices, rank)
+    for part, values, shift in (
+        (first, corrected, torch.zeros_like(ranks)),
+        (second, second.weights, first.ranks),
+    ):
+        within = torch.arange(part.skeleton.shape[1], device=ranks.device) < part.ranks[:, None]
+        batch, column = within.nonzero(as_tuple=True)
+        weights[batch, :, column + shift[batch]] = values[batch, :, column]
+        skeleton[batch, column + shift[batch]] = part.skeleton[batch, column]
+    weights = _put_identity(weights, skeleton, ranks)
+    return Interpolation(skeleton, weights, ranks, second.errors)
 
 
 def _pivoted_cholesky(
-    gram: Tensor, limit: int, squared_tolerances: Tensor, num_random: int | None
+    gram: Tensor, limits: Tensor, squared_tolerances: Tensor, num_random: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """L (B, m, limit), pivots (B, limit) and ranks (B,); columns beyond the rank are zero."""
     num_matrices, num_rows = gram.shape[:2]
+    limit = int(limits.max()) if num_matrices else 0
     factor = gram.new_zeros(num_matrices, num_rows, limit)
     pivots = torch.zeros(num_matrices, limit, dtype=torch.long, device=gram.device)
     ranks = torch.zeros(num_matrices, dtype=torch.long, device=gram.device)
     remainders = gram.diagonal(dim1=1, dim2=2).clone()
     largest = remainders.amax(1) if num_rows else remainders.sum(1)
     floors = largest * (num_rows * torch.finfo(gram.dtype).eps)
-    active = (remainders.sum(1) > squared_tolerances).nonzero().squeeze(1)
+    active = ((remainders.sum(1) > squared_tolerances) & (limits > 0)).nonzero().squeeze(1)
     done = 0
     while done < limit and active.numel():
         width = min(_PANEL, limit - done)
@@ -127,6 +167,7 @@ def _pivoted_cholesky(
         reached = enough.any(1)
         needed = torch.where(reached, enough.int().argmax(1) + 1, width)
         needed = torch.minimum(needed, (drops.amax(1) > 0).sum(1))
+        needed = torch.minimum(needed, limits[index] - done)
         keep = torch.arange(width, device=gram.device) < needed[:, None]
         factor[index, :, done : done + width] = columns * keep[:, None]
         pivots[index, done : done + width] = rows * keep
@@ -136,7 +177,7 @@ def _pivoted_cholesky(
             1, rows, torch.where(keep, 0.0, updated.gather(1, rows))
         )
         done += width
-        active = active[(needed == width) & ~reached]
+        active = active[(needed == width) & ~reached & (limits[index] > done)]
     return factor, pivots, ranks
 
 
@@ -206,16 +247,6 @@ def _solve(rhs: Tensor, factor: Tensor, skeleton: Tensor, ranks: Tensor) -> Tens
     """rhs L[S]⁻¹."""
     corner = _corner(factor, skeleton, ranks)
     solution: Tensor = torch.linalg.solve_triangular(corner, rhs, upper=False, left=False)
-    return solution
-
-
-def _solve_normal(rhs: Tensor, factor: Tensor, skeleton: Tensor, ranks: Tensor) -> Tensor:
-    """rhs (L[S] L[S]ᵀ)⁻¹, zero from the rank on."""
-    corner = _corner(factor, skeleton, ranks)
-    half = torch.linalg.solve_triangular(corner.transpose(1, 2), rhs, upper=True, left=False)
-    beyond = torch.arange(corner.shape[1], device=ranks.device) >= ranks[:, None]
-    half = half.masked_fill(beyond[:, None], 0.0)
-    solution: Tensor = torch.linalg.solve_triangular(corner, half, upper=False, left=False)
     return solution
 
 

@@ -109,7 +109,7 @@ class LayerFactors:
             for offset, units, first_input, width in self._segments()
         )
         starts, first_units, first_inputs, widths = torch.tensor(table, device=index.device).T
-        segment = torch.searchsorted(starts.contiguous(), index, right=True) - 1
+        segment = torch.searchsorted(starts.contiguous(), index.contiguous(), right=True) - 1
         local, width = index - starts[segment], widths[segment]
         units = first_units[segment] + local.div(width, rounding_mode="floor")
         return units, first_inputs[segment] + local % width

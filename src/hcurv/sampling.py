@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from hcurv.entry_batches import resolve_blocks
 from hcurv.indexing import Index, Indices, check_count, resolve_indices, resolve_pairs
 from hcurv.layer_factors import LayerFactors
 from hcurv.memory import require_bytes
@@ -121,6 +122,24 @@ class SampledEntries:
             values = self._pairs(part.repeat_interleave(num_cols), col_index.repeat(part.numel()))
             result[start : start + group] = values.view(part.numel(), num_cols)
         return result
+
+    def blocks(self, rows: Tensor, cols: Tensor) -> Tensor:
+        """Many blocks H̃[rows[b], cols[b]] of equal size: (B, m), (B, k) → (B, m, k)."""
+        rows, cols = resolve_blocks(rows, cols, self.shape[0], self.device)
+        num_blocks, num_rows, num_cols = *rows.shape, cols.shape[1]
+        result = self._factors.inputs.new_empty(num_blocks * num_rows, num_cols)
+        # As in `block`, in groups of rows, which may be of several blocks.
+        group = max(1, self._workspace // (128 * max(1, num_cols)))
+        places = torch.arange(num_blocks * num_rows, device=self.device)
+        for part in places.split(group):
+            first = rows.reshape(-1)[part].repeat_interleave(num_cols)
+            second = cols[part.div(num_rows, rounding_mode="floor")].view(-1)
+            result[part] = self._pairs(first, second).view(-1, num_cols)
+        return result.view(num_blocks, num_rows, num_cols)
+
+    def orders(self) -> dict[str, Tensor]:
+        """Orders of the parameters that follow the network, as `GaussNewton.orders`."""
+        return self._factors.structural_orders()
 
     def pairs(self, rows: Indices, cols: Indices) -> Tensor:
         """The entries H̃[rows[j], cols[j]], elementwise."""

@@ -35,7 +35,9 @@ def resolve_blocks(
     """
     for name, index in (("rows", rows), ("cols", cols)):
         if not isinstance(index, Tensor) or index.ndim != 2:
-            given = f"shape {tuple(index.shape)}" if isinstance(index, Tensor) else type(index)
+            given = type(index).__name__
+            if isinstance(index, Tensor):
+                given = f"shape {tuple(index.shape)}"
             raise TypeError(f"{name} must be a tensor of shape (blocks, indices); got {given}")
         if index.dtype == torch.bool:
             raise TypeError(f"{name} must hold integers; got values of type {index.dtype}")
@@ -63,7 +65,7 @@ def blocks(factors: LayerFactors, rows: Tensor, cols: Tensor, workspace: int) ->
     step = min(_CHUNK, workspace // 128) // (num_rows * num_cols)
     if step == 0:
         for target, row, col in zip(result, rows, cols, strict=True):
-            target.copy_(entries.block(factors, row, col, workspace))
+            entries.block(factors, row, col, workspace, target)
         return result
     for start in range(0, num_blocks, step):
         part = slice(start, start + step)

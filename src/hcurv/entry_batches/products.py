@@ -102,14 +102,26 @@ def _write(task: Task, rows: _Range, cols: _Range, values: Tensor, result: Tenso
             inside = rows.valid[:, :, None] & rows.valid[:, None, :]
             mean = torch.where(inside, mean, square)
         square.copy_(mean)
-    strides = (1, result.shape[2]) if task.transposed else (result.shape[2], 1)
-    start = outer.block(rows.places[:, 0]) * (result.shape[1] * result.shape[2])
+    block = outer.block(rows.places[:, 0])
     above, beside = outer.order[rows.places], inner.order[cols.places]
     # A square contains its transpose.
     mirrored = task.mirrored and not (task.square and torch.equal(rows.places, cols.places))
+    if len(values) == 1 and _consecutive(above[0]) and _consecutive(beside[0]):
+        target = result[int(block)].mT if task.transposed else result[int(block)]
+        top, left = int(above[0, 0]), int(beside[0, 0])
+        for view in (target, target.mT) if mirrored else (target,):
+            part = view.narrow(0, top, values.shape[1]).narrow(1, left, values.shape[2])
+            part.copy_(values[0])
+        return
+    start = block * (result.shape[1] * result.shape[2])
+    strides = (1, result.shape[2]) if task.transposed else (result.shape[2], 1)
     for down, right in (strides, strides[::-1]) if mirrored else (strides,):
         place = (start[:, None] + above * down)[:, :, None] + (beside * right)[:, None, :]
         _put(result.view(-1), place, values, rows.valid, cols.valid)
+
+
+def _consecutive(index: Tensor) -> bool:
+    return bool((index.diff() == 1).all())
 
 
 def _put(

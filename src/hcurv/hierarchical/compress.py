@@ -39,7 +39,8 @@ _PRESETS = {
     "low": _Settings(leaf_size=128, max_rank=128, tolerance=5e-2),
     "high": _Settings(leaf_size=1024, max_rank=1024, tolerance=5e-4),
 }
-_WARN_BEYOND = 1.5  # times the tolerance
+_WARN_BEYOND = 1.5  # times the tolerance, where a cap is to blame ...
+_WARN_UNCAPPED = 4.0  # ... or where it is not
 
 
 def compress(
@@ -214,7 +215,8 @@ def _estimate_error(matrix: HMatrix, sampler: Sampler) -> float:
 
 def _warn(matrix: HMatrix) -> None:
     record = matrix.record
-    if record.tolerance == 0 or record.estimated_error <= _WARN_BEYOND * record.tolerance:
+    factor = _WARN_BEYOND if record.num_capped else _WARN_UNCAPPED
+    if record.tolerance == 0 or record.estimated_error <= factor * record.tolerance:
         return
     if record.num_capped:
         reason = (

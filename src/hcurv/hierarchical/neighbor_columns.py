@@ -20,6 +20,8 @@ from hcurv.sources import blocks
 __all__ = ["NeighborSampler"]
 
 _NEIGHBORS = 16  # of every row
+_FACTOR = 2  # columns that stand for one column of a sketch ...
+_EXTRA = 64  # ... and beyond: entries tell less than random combinations of them
 _HELD_OUT = 32  # columns to estimate norm and error with
 
 
@@ -61,7 +63,7 @@ class NeighborSampler:
 
     @property
     def num_columns(self) -> int:
-        """Columns of a sample."""
+        """Columns of a sketch that tells as much."""
         return self._num_columns
 
     @property
@@ -107,14 +109,14 @@ class NeighborSampler:
         """Columns of each node in tree order, -1 for none, and their weights, (B, s)."""
         dtype, device = self._source.dtype, positions.device
         num_outside = self._tree.permutation.numel() - (end - begin)
-        most = int(num_outside.max())
-        if most <= self._num_columns:
+        most, count = int(num_outside.max()), _FACTOR * self._num_columns + _EXTRA
+        if most <= count:
             offsets = torch.arange(most, device=positions.device).expand(begin.numel(), -1)
             columns = _skip(offsets, begin, end)
             columns = columns.masked_fill(offsets >= num_outside[:, None], -1)
             return columns, torch.ones(columns.shape, dtype=dtype, device=device)
-        near = self._vote(begin, end, positions, self._num_columns // 2)
-        num_even = self._num_columns - near.shape[1]
+        near = self._vote(begin, end, positions, count // 2)
+        num_even = count - near.shape[1]
         strata = torch.rand(
             begin.numel(), num_even, dtype=dtype, device=device, generator=self._generator
         )
