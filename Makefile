@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 BENCH ?= entries
+PARTS ?=
 DATA ?= $(HCURV_DATA)
 
 .PHONY: setup demo test lint unit bench clean
@@ -31,7 +32,7 @@ unit: setup
 # which the parts used here do not need.
 bench: setup
 	$(BIN)/python -m pip install --quiet --no-deps --requirement benchmarks/requirements.txt
-	$(BIN)/python benchmarks/$(BENCH).py $(if $(DATA),--data $(DATA))
+	$(BIN)/python benchmarks/$(BENCH).py $(PARTS) $(if $(DATA),--data $(DATA))
 
 clean:
 	rm -rf .venv demo

@@ -6,7 +6,7 @@ import argparse
 import ctypes
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -62,8 +62,10 @@ def describe_machine() -> str:
     )
 
 
-def parse_data_argument(description: str | None) -> argparse.Namespace:
-    """Command line with the one option that every benchmark has."""
+def parse_data_argument(description: str | None, parts: Collection[str] = ()) -> argparse.Namespace:
+    """Command line: where the data lie, and which parts to run (default: all)."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--data", help="folder with mnist/ and cifar10/ (default: $HCURV_DATA)")
+    if parts:
+        parser.add_argument("parts", nargs="*", choices=[*parts, []], help="default: all")
     return parser.parse_args()

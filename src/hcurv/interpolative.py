@@ -22,6 +22,7 @@ __all__ = ["Interpolation", "interpolate_rows"]
 
 _PANEL = 32  # pivots chosen at a time ...
 _CANDIDATES = 64  # ... among this many rows
+_STRIP = 256  # rows of a Gram matrix computed at a time
 _NOISE = 32  # units of rounding, relative to the norm, that are not worth a pivot
 
 
@@ -79,14 +80,14 @@ def interpolate_rows(
     limits = torch.full((num_matrices,), limit, device=samples.device)
     num_random = num_samples if random_columns else None
     found, remainder = _interpolate(samples, limits, tolerances, num_random)
-    if samples.dtype == torch.float64:
+    if remainder is not None:
         # Squares hide what is below 1e-8 of the norm: look once more at the remainder by itself.
         noise = _NOISE * torch.finfo(samples.dtype).eps * _norms(samples)
         short = found.errors > torch.maximum(_allowed(tolerances, found.ranks, num_random), noise)
         limits = torch.where(short, limits - found.ranks, 0)
         if bool((limits > 0).any()):
             finer = torch.maximum(tolerances, noise)
-            found = _join(found, *_interpolate(remainder, limits, finer, num_random))
+            found = _join(found, _interpolate(remainder, limits, finer, num_random)[0])
     return found
 
 
@@ -96,26 +97,29 @@ def _allowed(tolerances: Tensor, ranks: Tensor, num_random: int | None) -> Tenso
 
 
 def _norms(matrices: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(matrices, dim=(1, 2), dtype=torch.float64)
+    norms: Tensor = torch.linalg.vector_norm(matrices, dim=(1, 2), dtype=torch.float64)
+    return norms
 
 
 def _interpolate(
     samples: Tensor, limits: Tensor, tolerances: Tensor, num_random: int | None
-) -> tuple[Interpolation, Tensor]:
-    """The interpolation, and what it leaves of the samples."""
+) -> tuple[Interpolation, Tensor | None]:
+    """The interpolation, and (in double precision) what it leaves of the samples."""
     values = samples.double()
-    gram = values @ values.transpose(1, 2)
-    factor, skeleton, ranks = _pivoted_cholesky(gram, limits, tolerances.square(), num_random)
+    factor, skeleton, ranks, traces = _pivoted_cholesky(
+        _gram(values), limits, tolerances.square(), num_random
+    )
     rank = int(ranks.max()) if ranks.numel() else 0
     factor, skeleton = factor[:, :, :rank], skeleton[:, :rank]
     weights = _solve(factor, factor, skeleton, ranks)
     weights = _put_identity(weights, skeleton, ranks).to(samples.dtype)
+    if samples.dtype != torch.float64:
+        return Interpolation(skeleton, weights, ranks, traces.sqrt().to(samples.dtype)), None
     remainder = torch.baddbmm(samples, weights, _rows(samples, skeleton), alpha=-1)
-    errors = _norms(remainder).to(samples.dtype)
-    return Interpolation(skeleton, weights, ranks, errors), remainder
+    return Interpolation(skeleton, weights, ranks, _norms(remainder)), remainder
 
 
-def _join(first: Interpolation, second: Interpolation, remainder: Tensor) -> Interpolation:
+def _join(first: Interpolation, second: Interpolation) -> Interpolation:
     """Y ≈ P₁ Y[S₁] + P₂ (Y − P₁ Y[S₁])[S₂] in terms of the rows S₁ and S₂."""
     ranks = first.ranks + second.ranks
     num_matrices, num_rows = first.weights.shape[:2]
@@ -137,29 +141,32 @@ def _join(first: Interpolation, second: Interpolation, remainder: Tensor) -> Int
 
 def _pivoted_cholesky(
     gram: Tensor, limits: Tensor, squared_tolerances: Tensor, num_random: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """L (B, m, limit), pivots (B, limit) and ranks (B,); columns beyond the rank are zero."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """L (B, m, limit), pivots (B, limit), ranks (B,), and traces of what is left, (B,).
+
+    Columns of L beyond the rank are zero.
+    """
     num_matrices, num_rows = gram.shape[:2]
     limit = int(limits.max()) if num_matrices else 0
-    factor = gram.new_zeros(num_matrices, num_rows, limit)
+    factors = gram.new_zeros(num_matrices, num_rows, limit)
     pivots = torch.zeros(num_matrices, limit, dtype=torch.long, device=gram.device)
     ranks = torch.zeros(num_matrices, dtype=torch.long, device=gram.device)
     remainders = gram.diagonal(dim1=1, dim2=2).clone()
     largest = remainders.amax(1) if num_rows else remainders.sum(1)
     floors = largest * (num_rows * torch.finfo(gram.dtype).eps)
-    active = ((remainders.sum(1) > squared_tolerances) & (limits > 0)).nonzero().squeeze(1)
+    active = (remainders.sum(1) > squared_tolerances) & (limits > 0)
+    # Finished matrices are carried along until half of them are: copies cost more than the work.
+    work = active.nonzero().squeeze(1)
+    factor = factors if work.numel() == num_matrices else factors[work]
+    gram = gram if work.numel() == num_matrices else gram[work]
     done = 0
-    while done < limit and active.numel():
+    while done < limit and bool(active.any()):
         width = min(_PANEL, limit - done)
-        # While no matrix is finished, views do; copies of the whole would cost more than the work.
-        index = slice(None) if active.numel() == num_matrices else active
-        rows, columns = _panel(
-            gram[index], factor[index, :, :done], remainders[index], floors[index], width
-        )
+        rows, columns = _panel(gram, factor[:, :, :done], remainders[work], floors[work], width)
         # How much of the trace is left after each pivot tells how many of them are needed.
         drops = columns.square()
-        left = remainders[index].sum(1)[:, None] - drops.sum(1).cumsum(1)
-        allowed = squared_tolerances[index, None]
+        left = remainders[work].sum(1)[:, None] - drops.sum(1).cumsum(1)
+        allowed = squared_tolerances[work, None]
         if num_random is not None:
             count = torch.arange(done + 1, done + width + 1, device=gram.device)
             allowed = allowed * ((num_random - count) / num_random)
@@ -167,18 +174,24 @@ def _pivoted_cholesky(
         reached = enough.any(1)
         needed = torch.where(reached, enough.int().argmax(1) + 1, width)
         needed = torch.minimum(needed, (drops.amax(1) > 0).sum(1))
-        needed = torch.minimum(needed, limits[index] - done)
+        needed = torch.minimum(needed, limits[work] - done).masked_fill_(~active[work], 0)
         keep = torch.arange(width, device=gram.device) < needed[:, None]
-        factor[index, :, done : done + width] = columns * keep[:, None]
-        pivots[index, done : done + width] = rows * keep
-        ranks[index] += needed
-        updated = (remainders[index] - (drops * keep[:, None]).sum(2)).clamp_(min=0)
-        remainders[index] = updated.scatter(
-            1, rows, torch.where(keep, 0.0, updated.gather(1, rows))
-        )
+        factor[:, :, done : done + width] = columns.mul_(keep[:, None])
+        pivots[work, done : done + width] = rows * keep
+        ranks[work] += needed
+        updated = (remainders[work] - drops.mul_(keep[:, None]).sum(2)).clamp_(min=0)
+        chosen = torch.where(keep, 0.0, updated.gather(1, rows))
+        remainders[work] = updated.scatter(1, rows, chosen)
         done += width
-        active = active[(needed == width) & ~reached & (limits[index] > done)]
-    return factor, pivots, ranks
+        active[work] = active[work] & (needed == width) & ~reached & (limits[work] > done)
+        if 2 * int(active.sum()) <= work.numel():
+            if factor is not factors:
+                factors[work] = factor
+            stay = active[work]
+            work, gram, factor = work[stay], gram[stay], factor[stay]
+    if factor is not factors:
+        factors[work] = factor
+    return factors, pivots, ranks, remainders.sum(1)
 
 
 def _panel(
@@ -193,8 +206,8 @@ def _panel(
     square = square - chosen_factor @ chosen_factor.transpose(1, 2)
     local, corner = _small_cholesky(square, floors, width)
     rows = candidates.gather(1, local)
-    columns = gram.gather(2, rows[:, None].expand(-1, gram.shape[1], -1))
-    columns.baddbmm_(factor, _rows(factor, rows).transpose(1, 2), alpha=-1)
+    columns = _rows(gram, rows).transpose(1, 2)
+    columns = torch.baddbmm(columns, factor, _rows(factor, rows).transpose(1, 2), alpha=-1)
     # The pivots' own rows of L are known: L[rows] = corner, so L = columns · corner⁻ᵀ.
     spent = corner.diagonal(dim1=1, dim2=2) == 0
     corner = corner + torch.diag_embed(spent.to(corner.dtype))
@@ -223,7 +236,7 @@ def _small_cholesky(square: Tensor, floors: Tensor, width: int) -> tuple[Tensor,
         value = column.gather(1, position)
         root = torch.where(value > floors[:, None], value, torch.inf).sqrt()
         column = column / root
-        square.baddbmm_(column[:, :, None], column[:, None, :], alpha=-1)
+        square.addcmul_(column[:, :, None], column[:, None, :], value=-1)
         factor[:, :, step] = column
         diagonal = (diagonal - column.square()).scatter(1, position, -torch.inf)
         order.append(position)
@@ -232,7 +245,25 @@ def _small_cholesky(square: Tensor, floors: Tensor, width: int) -> tuple[Tensor,
 
 
 def _rows(values: Tensor, index: Tensor) -> Tensor:
-    return values.gather(1, index[:, :, None].expand(-1, -1, values.shape[2]))
+    """values[b, index[b]] for every b, (B, k, …)."""
+    if not values.is_contiguous():
+        return values.gather(1, index[:, :, None].expand(-1, -1, values.shape[2]))
+    first = torch.arange(values.shape[0], device=index.device)[:, None] * values.shape[1]
+    rows = values.flatten(0, 1).index_select(0, (index + first).flatten())
+    return rows.view(*index.shape, values.shape[2])
+
+
+def _gram(values: Tensor) -> Tensor:
+    """YYᵀ, (B, m, m); of large matrices little more than the upper half is computed."""
+    num_rows = values.shape[1]
+    if num_rows < 2 * _STRIP:
+        return values @ values.transpose(1, 2)
+    result = values.new_empty(values.shape[0], num_rows, num_rows)
+    for start in range(0, num_rows, _STRIP):
+        stop = start + _STRIP
+        result[:, start:stop, start:] = values[:, start:stop] @ values[:, start:].transpose(1, 2)
+        result[:, stop:, start:stop] = result[:, start:stop, stop:].transpose(1, 2)
+    return result
 
 
 def _corner(factor: Tensor, skeleton: Tensor, ranks: Tensor) -> Tensor:

@@ -134,7 +134,7 @@ class SampledEntries:
         for part in places.split(group):
             first = rows.reshape(-1)[part].repeat_interleave(num_cols)
             second = cols[part.div(num_rows, rounding_mode="floor")].view(-1)
-            result[part] = self._pairs(first, second).view(-1, num_cols)
+            result[part] = self._pairs(first, second).view(part.numel(), num_cols)
         return result.view(num_blocks, num_rows, num_cols)
 
     def orders(self) -> dict[str, Tensor]:

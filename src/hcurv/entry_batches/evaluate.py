@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from hcurv import entries
-from hcurv.entry_batches.forms import ColumnForm, CrossForm, GramForm, StoredGram, store_gram
+from hcurv.entry_batches.forms import (
+    ColumnForm,
+    CrossForm,
+    GramForm,
+    StoredGram,
+    WholeGram,
+    plan_gram,
+)
 from hcurv.entry_batches.parts import Items, Places, Side
 from hcurv.entry_batches.products import Task, multiply
-from hcurv.entry_batches.tables import plan_table
+from hcurv.entry_batches.tables import EntryTable, plan_table
 from hcurv.indexing import resolve_indices
 from hcurv.layer_factors import LayerFactors
 from hcurv.narrow_jacobian import NarrowJacobian
@@ -21,6 +28,7 @@ from hcurv.wide_jacobian import WideJacobian
 __all__ = ["blocks", "resolve_blocks"]
 
 _CHUNK = 2**21  # entries evaluated at a time
+_LARGE = 2**18  # entries of a block that is worth a call of its own
 
 
 def resolve_blocks(
@@ -63,30 +71,59 @@ def blocks(factors: LayerFactors, rows: Tensor, cols: Tensor, workspace: int) ->
     symmetric = rows is cols or (rows.shape == cols.shape and torch.equal(rows, cols))
     # An entry takes up to 64 bytes of indices; half of the workspace is for these.
     step = min(_CHUNK, workspace // 128) // (num_rows * num_cols)
-    if step == 0:
-        for target, row, col in zip(result, rows, cols, strict=True):
-            entries.block(factors, row, col, workspace, target)
-        return result
-    for start in range(0, num_blocks, step):
-        part = slice(start, start + step)
-        _fill(factors, rows[part], cols[part], symmetric, result[part], workspace // 2)
+    for start in range(0, num_blocks, max(1, step)):
+        part = slice(start, start + max(1, step))
+        plans = None
+        if step:
+            plans = _plan(factors, rows[part], cols[part], symmetric, workspace // 2)
+        if plans is None:
+            for target, row, col in zip(result[part], rows[part], cols[part], strict=True):
+                entries.block(factors, row, col, workspace, target)
+        else:
+            for plan in plans:
+                plan.carry_out(factors, result[part], workspace // 2)
     return result
 
 
-def _fill(
-    factors: LayerFactors,
-    rows: Tensor,
-    cols: Tensor,
-    symmetric: bool,
-    result: Tensor,
-    workspace: int,
-) -> None:
-    """Evaluate some blocks into ``result``, which is zero."""
+@dataclass(frozen=True)
+class _TablePlan:
+    """Look up the entries of some of the blocks in a table."""
+
+    table: EntryTable
+    rows: Places
+    cols: Places
+    blocks: Tensor
+
+    def carry_out(self, factors: LayerFactors, result: Tensor, workspace: int) -> None:
+        values = self.table.evaluate(factors, workspace // 4)
+        self.table.add_entries(values, self.rows, self.cols, self.blocks, result)
+
+
+@dataclass(frozen=True)
+class _ProductPlan:
+    """Evaluate parts of blocks by products."""
+
+    tasks: list[Task]
+
+    def carry_out(self, factors: LayerFactors, result: Tensor, workspace: int) -> None:
+        for task in self.tasks:
+            if task.items.row.numel():
+                multiply(task, factors.num_points, result, workspace // 2)
+
+
+def _plan(
+    factors: LayerFactors, rows: Tensor, cols: Tensor, symmetric: bool, workspace: int
+) -> list[_TablePlan | _ProductPlan] | None:
+    """How to evaluate some blocks, or None: one after the other."""
     num_hidden = factors.jacobian.num_hidden
     row_places = Places(*factors.locate(rows))
     col_places = row_places if symmetric else Places(*factors.locate(cols))
     row_side = Side(row_places, num_hidden)
     col_side = row_side if symmetric else Side(col_places, num_hidden)
+    size = rows.shape[1] * cols.shape[1]
+    narrow = isinstance(factors.jacobian, NarrowJacobian)
+    large = size >= _LARGE or (narrow and len(rows) <= 2)
+    plans: list[_TablePlan | _ProductPlan] = []
     for row_tail, col_tail in itertools.product((False, True), repeat=2):
         num_rows, num_cols = row_side.segments(row_tail)[1], col_side.segments(col_tail)[1]
         present = ((num_rows > 0) & (num_cols > 0)).nonzero().squeeze(1)
@@ -95,20 +132,18 @@ def _fill(
         if row_tail != col_tail:
             tasks = [_cross_task(factors, row_side, col_side, row_tail, symmetric)]
         else:
-            stored = None
+            gram = None
             if not row_tail:
-                stored = store_gram(factors, row_places, col_places, workspace // 4)
-            tasks, work = _square_tasks(factors, row_side, col_side, row_tail, symmetric, stored)
-            num_entries = present.numel() * result[0].numel()
+                gram = plan_gram(factors, row_places, col_places, workspace // 4)
+            tasks, work = _square_tasks(factors, row_side, col_side, row_tail, symmetric, gram)
             table = plan_table(factors, row_places, col_places, row_tail, workspace // 2)
-            if table is not None and table.work(factors, num_entries) <= work:
-                del stored, tasks
-                values = table.evaluate(factors, workspace // 4)
-                table.add_entries(values, row_places, col_places, present, result)
+            if table is not None and table.work(factors, present.numel() * size) <= work:
+                plans.append(_TablePlan(table, row_places, col_places, present))
                 continue
-        for task in tasks:
-            if task.items.row.numel():
-                multiply(task, factors.num_points, result, workspace // 2)
+        if large:  # there is no gain in doing these together
+            return None
+        plans.append(_ProductPlan(tasks))
+    return plans
 
 
 def _cross_task(
@@ -160,7 +195,7 @@ def _square_tasks(
     cols: Side,
     tail: bool,
     symmetric: bool,
-    stored: StoredGram | None,
+    stored: StoredGram | WholeGram | None,
 ) -> tuple[list[Task], float]:
     """Hidden by hidden or tail by tail: the cheapest form for each block, and flops per point."""
     form, transposed = GramForm(factors, rows, cols, stored), False
@@ -187,5 +222,9 @@ def _square_tasks(
     column_work = columns.work(whole)
     chosen = column_work < gram_work  # never where there is nothing to do
     total = float(torch.minimum(column_work, gram_work).sum())
+    if stored is not None and float(column_work[gram_work > 0].sum()) < total + stored.work:
+        chosen, total = gram_work > 0, float(column_work[gram_work > 0].sum())
+    elif stored is not None:
+        total += stored.work
     rest = replace(gram, items=items.select(~chosen[block]))
     return [Task(columns, whole.select(chosen), square=symmetric), rest], total

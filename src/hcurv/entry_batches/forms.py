@@ -15,23 +15,43 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from hcurv.entries import pair_gram
-from hcurv.entry_batches.parts import PASS, Items, Places, Side, distinct, mark_pairs
+from hcurv.entry_batches.parts import (
+    PASS,
+    Items,
+    Places,
+    Side,
+    distinct,
+    evaluate_gram,
+    mark_pairs,
+)
 from hcurv.layer_factors import LayerFactors
 from hcurv.narrow_jacobian import NarrowJacobian
 from hcurv.wide_jacobian import WideJacobian
 
-__all__ = ["ColumnForm", "CrossForm", "Form", "GramForm", "Scratch", "StoredGram", "store_gram"]
+__all__ = [
+    "ColumnForm",
+    "CrossForm",
+    "Form",
+    "GramForm",
+    "Scratch",
+    "StoredGram",
+    "WholeGram",
+    "plan_gram",
+]
 
-_CACHE_FLOATS = 2**20  # of a factor from which Gram forms are computed
 _WRITE = 500  # flops of a matrix product in the time that it takes to write an entry
 _START = 8  # rows and columns that a small product seems to have more than it has
 
 
 class Scratch:
-    """Memory that is used again and again: fresh pages would cost more than the arithmetic."""
+    """Memory that is used again and again: fresh pages would cost more than the arithmetic.
 
-    def __init__(self, like: Tensor) -> None:
+    Attributes:
+        spare: floats that may be allocated besides.
+    """
+
+    def __init__(self, like: Tensor, spare: int) -> None:
+        self.spare = spare
         self._memory = like.new_empty(0)
         self._used = 0
 
@@ -84,48 +104,75 @@ def _product_work(items: Items, depth: int, num_points: int) -> Tensor:
     return 2.0 * depth * size + items.num_rows * items.num_cols * (_WRITE / num_points)
 
 
-@dataclass(frozen=True)
 class StoredGram:
-    """g of pairs of hidden units, at values[slots[μ, μ']], (pairs, n)."""
+    """g of pairs of hidden units that many items share.
 
-    values: Tensor
-    slots: Tensor | None  # None: all pairs in order
-    num_hidden: int
+    Args:
+        factors: what entries are made of.
+        pairs: first and second units, (2, pairs).
+    """
 
-    def index(self, first: Tensor, second: Tensor) -> Tensor:
-        """Which rows of the values."""
-        key = first * self.num_hidden + second
-        return key if self.slots is None else self.slots[key]
+    def __init__(self, factors: LayerFactors, pairs: Tensor) -> None:
+        self._factors, self._pairs = factors, pairs
+        self._values: Tensor | None = None
+        num_hidden = factors.jacobian.num_hidden
+        self._slots = pairs.new_zeros(num_hidden, num_hidden)
+        every = torch.arange(pairs.shape[1], device=pairs.device)
+        self._slots[pairs[0], pairs[1]] = every
+        self._slots[pairs[1], pairs[0]] = every
+
+    @property
+    def work(self) -> float:
+        """Flops per point to compute it."""
+        return 4.0 * PASS * self._factors.jacobian.gram_cost * self._pairs.shape[1]
+
+    def rows(self, first: Tensor, second: Tensor) -> Tensor:
+        """Which rows of the values hold g[first, second]."""
+        return self._slots[first, second]
+
+    def values(self, spare: int) -> Tensor:
+        """(pairs, n); the first time they are computed, with ``spare`` floats besides."""
+        if self._values is None:
+            everywhere = slice(0, self._factors.num_points)
+            first, second = self._pairs
+            self._values = evaluate_gram(self._factors, first, second, everywhere, spare)
+        return self._values
 
 
-def store_gram(
+class WholeGram:
+    """g of all pairs of hidden units, as a wide Jacobian has it."""
+
+    work = 0.0
+
+    def __init__(self, jacobian: WideJacobian) -> None:
+        self._jacobian = jacobian
+
+    def rows(self, first: Tensor, second: Tensor) -> Tensor:
+        """Which rows of the values hold g[first, second]."""
+        return first * self._jacobian.num_hidden + second
+
+    def values(self, spare: int) -> Tensor:
+        """(pairs, n)."""
+        return self._jacobian.gram
+
+
+def plan_gram(
     factors: LayerFactors, rows: Places, cols: Places, max_bytes: int
-) -> StoredGram | None:
-    """The Gram forms of all pairs of hidden units that blocks have, if these are shared by many."""
-    jacobian, num_points = factors.jacobian, factors.num_points
-    num_hidden, dtype = jacobian.num_hidden, factors.inputs.dtype
-    if isinstance(jacobian, WideJacobian):
-        return StoredGram(jacobian.gram, None, num_hidden)
+) -> StoredGram | WholeGram | None:
+    """The Gram forms of all pairs of hidden units that blocks have, if that is worth it."""
+    num_hidden = factors.jacobian.num_hidden
+    if isinstance(factors.jacobian, WideJacobian):
+        return WholeGram(factors.jacobian)
     if 20 * (num_hidden + 1) ** 2 > max_bytes:
         return None
     row_units = distinct(rows.units.clamp(max=num_hidden))
     col_units = row_units if rows is cols else distinct(cols.units.clamp(max=num_hidden))
-    first, second = mark_pairs(num_hidden, row_units, col_units).nonzero().T
+    pairs = mark_pairs(num_hidden, row_units, col_units).nonzero().T
     num_uses = len(row_units) * row_units.shape[1] * col_units.shape[1]
-    num_bytes = first.numel() * num_points * dtype.itemsize
-    if 2 * first.numel() > num_uses or 2 * num_bytes > max_bytes:
+    num_bytes = pairs.shape[1] * factors.num_points * factors.inputs.dtype.itemsize
+    if 2 * pairs.shape[1] > num_uses or 2 * num_bytes > max_bytes:
         return None
-    slots = first.new_zeros(num_hidden * num_hidden)
-    every = torch.arange(first.numel(), device=first.device)
-    slots[first * num_hidden + second] = every
-    slots[second * num_hidden + first] = every
-    values = factors.inputs.new_empty(first.numel(), num_points)
-    budget = min(_CACHE_FLOATS, max_bytes // (2 * dtype.itemsize))
-    step = max(1, budget // (first.numel() * (2 * jacobian.gram_cost + 1)))
-    for start in range(0, num_points, step):
-        points = slice(start, min(start + step, num_points))
-        values[:, points] = jacobian.hidden_gram(first, second, points)
-    return StoredGram(values, slots, num_hidden)
+    return StoredGram(factors, pairs)
 
 
 @dataclass(frozen=True)
@@ -142,7 +189,7 @@ class GramForm:
     factors: LayerFactors
     outer: Side
     inner: Side
-    stored: StoredGram | None = None
+    stored: StoredGram | WholeGram | None = None
 
     def _num_units(self, items: Items) -> Tensor:
         run = self.inner.run
@@ -161,8 +208,7 @@ class GramForm:
         floats = int(items.num_rows.max()) + 2 * int(items.num_cols.max())
         if self.stored is not None:
             return floats
-        depth = self.factors.jacobian.tensors[0].shape[1]
-        return floats + (2 * depth + 3) * int(self._num_units(items).max())
+        return floats + 2 * int(self._num_units(items).max())
 
     def bind(self, rows: Tensor, cols: Tensor) -> Operands:
         """Operands at these places."""
@@ -186,9 +232,10 @@ class GramForm:
         def operands(points: slice, scratch: Scratch) -> tuple[Tensor, Tensor]:
             inputs = factors.inputs[:, points]
             if stored is not None:
-                gram = scratch.select(stored.values[:, points], stored.index(first, second))
+                values = stored.values(scratch.spare)
+                gram = scratch.select(values[:, points], stored.rows(first, second))
             else:
-                gram = pair_gram(factors.jacobian, first, second, points)
+                gram = evaluate_gram(factors, first, second, points, scratch.spare)
             if inverse is not None:
                 gram = scratch.select(gram, inverse)
             left = scratch.select(inputs, row_inputs)

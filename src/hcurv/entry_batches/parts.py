@@ -7,9 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["PASS", "Items", "Places", "Side", "distinct", "mark_pairs"]
+from hcurv.entries import pair_gram
+from hcurv.layer_factors import LayerFactors
 
-PASS = 10  # flops of a matrix product in the time that one elementwise pass takes per number
+__all__ = ["PASS", "Items", "Places", "Side", "distinct", "evaluate_gram", "mark_pairs"]
+
+PASS = 20  # flops of a matrix product in the time that one elementwise pass takes per number
+_CACHE_FLOATS = 2**19  # of the operands of Gram forms
 
 
 class Places(NamedTuple):
@@ -96,3 +100,21 @@ def mark_pairs(size: int, rows: Tensor, cols: Tensor) -> Tensor:
     marks = (marks | marks.T).triu_()
     marks[:, size] = False
     return marks
+
+
+def evaluate_gram(
+    factors: LayerFactors, first: Tensor, second: Tensor, points: slice, budget: int
+) -> Tensor:
+    """g of pairs of units of one kind, first ≤ second, (pairs, b), within ``budget`` more floats.
+
+    Some pairs at a time: to take few points instead would mean to gather short rows.
+    """
+    jacobian, num_points = factors.jacobian, points.stop - points.start
+    floats = max(1, jacobian.gram_cost) * num_points
+    step = min(first.numel(), max(1, min(budget, _CACHE_FLOATS) // (2 * floats)))
+    scratch = factors.inputs.new_empty(2, step * floats)
+    result = factors.inputs.new_empty(first.numel(), num_points)
+    for start in range(0, first.numel(), step):
+        part = slice(start, start + step)
+        result[part] = pair_gram(jacobian, first[part], second[part], points, scratch)
+    return result

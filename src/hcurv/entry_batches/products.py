@@ -40,8 +40,8 @@ class Task:
 
 def multiply(task: Task, num_points: int, result: Tensor, workspace: int) -> None:
     """Evaluate items and write them to the blocks, (B, m, k), contiguous."""
-    form, scratch = task.form, Scratch(result)
-    budget = min(_CACHE_FLOATS, workspace // (2 * result.dtype.itemsize))
+    budget = min(_CACHE_FLOATS, workspace // (4 * result.dtype.itemsize))
+    form, scratch = task.form, Scratch(result, budget)
     for bucket in _buckets(task.items):
         size = int(bucket.num_rows.max()) * int(bucket.num_cols.max())
         floats = form.floats(bucket)
@@ -68,8 +68,9 @@ def _buckets(items: Items) -> Iterator[Items]:
         torch.where(small, (_CLASSES * sizes.double().log2()).ceil_().long(), 1000 + sizes)
         for sizes in (items.num_rows, items.num_cols)
     )
-    keys = heights * (1000 + int(items.num_cols.max())) + widths
-    order = (items.num_rows * (1 + int(items.num_cols.max())) + items.num_cols).argsort()
+    base = 1001 + int(items.num_cols.max())
+    keys = heights * base + widths
+    order = (items.num_rows * base + items.num_cols).argsort()
     keys, again = keys[order].sort(stable=True)
     counts = torch.unique_consecutive(keys, return_counts=True)[1]
     for index in order[again].split(counts.tolist()):
@@ -113,31 +114,29 @@ def _write(task: Task, rows: _Range, cols: _Range, values: Tensor, result: Tenso
             part = view.narrow(0, top, values.shape[1]).narrow(1, left, values.shape[2])
             part.copy_(values[0])
         return
+    flat = values.view(-1)
+    kept = _kept(values, rows.valid, cols.valid)
+    if kept is not None:
+        flat = flat.index_select(0, kept)
     start = block * (result.shape[1] * result.shape[2])
     strides = (1, result.shape[2]) if task.transposed else (result.shape[2], 1)
     for down, right in (strides, strides[::-1]) if mirrored else (strides,):
         place = (start[:, None] + above * down)[:, :, None] + (beside * right)[:, None, :]
-        _put(result.view(-1), place, values, rows.valid, cols.valid)
+        place = place.view(-1) if kept is None else place.view(-1).index_select(0, kept)
+        result.view(-1).scatter_(0, place, flat)
 
 
 def _consecutive(index: Tensor) -> bool:
     return bool((index.diff() == 1).all())
 
 
-def _put(
-    result: Tensor,
-    place: Tensor,
-    values: Tensor,
-    row_valid: Tensor | None,
-    col_valid: Tensor | None,
-) -> None:
-    """result[place] = values where they are valid."""
+def _kept(values: Tensor, row_valid: Tensor | None, col_valid: Tensor | None) -> Tensor | None:
+    """Flat positions of the values that are valid, or None if all are."""
     if row_valid is None and col_valid is None:
-        result.scatter_(0, place.view(-1), values.view(-1))
-        return
+        return None
     valid = torch.ones_like(values, dtype=torch.bool)
     if row_valid is not None:
         valid &= row_valid[:, :, None]
     if col_valid is not None:
         valid &= col_valid[:, None, :]
-    result.scatter_(0, place[valid], values[valid])
+    return valid.view(-1).nonzero().squeeze(1)

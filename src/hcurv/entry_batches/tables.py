@@ -16,14 +16,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hcurv.entries import pair_gram
-from hcurv.entry_batches.parts import PASS, Places, distinct, mark_pairs
+from hcurv.entry_batches.parts import PASS, Places, distinct, evaluate_gram, mark_pairs
 from hcurv.layer_factors import LayerFactors
 
 __all__ = ["EntryTable", "plan_table"]
 
 _LOOK_UP = 500  # flops of a matrix product in the time that it takes to look up an entry
-_TILE = 2048  # pairs of units and of inputs in one matrix product
+_LOOK_UP_TAIL = 150  # most entries are zero there
+_TILE = 2048  # most pairs of units and of inputs in one matrix product
+_POINTS = 128  # fewest points
 _CACHE_FLOATS = 2**20  # of the operands of one
 _GROUP = 2**17  # entries looked up at a time
 
@@ -46,14 +47,16 @@ class EntryTable:
     """The table holds an entry at unit_slots[μ, μ'] + input_slots[ν, ν'].
 
     Attributes:
+        tail: whether it is of units of the tail, or of hidden ones.
         groups: its parts, one for each pair of layers.
         size: number of its floats; it begins with zeros for pairs of units that are not in it.
         unit_ranks: compact numbers of units; the last stands for all that are not in the table.
         input_ranks: compact numbers of inputs, likewise.
-        unit_slots: by two compact numbers, or by one where only equal units count (the tail).
+        unit_slots: by two compact numbers, or by one in the tail, where only equal units count.
         input_slots: by two compact numbers.
     """
 
+    tail: bool
     groups: tuple[_Group, ...]
     size: int
     unit_ranks: Tensor
@@ -64,7 +67,7 @@ class EntryTable:
     def work(self, factors: LayerFactors, num_entries: int) -> float:
         """Flops per point, everything else counted in flops, to look up so many entries."""
         passes = 4 * max(1, factors.jacobian.gram_cost)
-        work = _LOOK_UP * num_entries / factors.num_points
+        work = (_LOOK_UP_TAIL if self.tail else _LOOK_UP) * num_entries / factors.num_points
         for units, inputs in (group.shape for group in self.groups):
             work += 2.0 * units * inputs + PASS * (passes * units + 3.0 * inputs)
         return work
@@ -73,11 +76,12 @@ class EntryTable:
         """T, flat."""
         result = factors.inputs.new_zeros(self.size)
         budget = min(_CACHE_FLOATS, workspace // factors.inputs.dtype.itemsize)
+        tile = min(_TILE, max(1, budget // (4 * _POINTS)))
         for group in self.groups:
             num_units, num_inputs = group.shape
             table = result[group.offset :][: num_units * num_inputs].view(num_units, num_inputs)
-            for top in range(0, num_units, _TILE):
-                rows = slice(top, min(top + _TILE, num_units))
+            for top in range(0, num_units, tile):
+                rows = slice(top, min(top + tile, num_units))
                 _fill(factors, group.unit_pairs[:, rows], group.input_pairs, table[rows], budget)
         return result
 
@@ -89,20 +93,22 @@ class EntryTable:
         step = min(blocks.numel(), max(1, _GROUP // (num_rows * num_cols)))
         shape = (step, num_rows, num_cols)
         # Reused buffers: fresh pages for every call would cost more than the look-up.
-        buffers = [blocks.new_empty(shape) for _ in range(3)]
+        buffers = [blocks.new_empty(shape) for _ in range(0 if self.tail else 3)]
         values = result.new_empty(shape)
         for part in blocks.split(step):
-            key, place, other = (buffer[: len(part)] for buffer in buffers)
-            above, beside = (self.unit_ranks[side.units[part]] for side in (rows, cols))
-            if self.unit_slots.ndim == 2:
-                _look_up(self.unit_slots, above, beside, key, place)
-            else:
-                same = above[:, :, None] == beside[:, None, :]
-                torch.mul(same, self.unit_slots[above][:, :, None], out=place)
-            above, beside = (self.input_ranks[side.inputs[part]] for side in (rows, cols))
-            _look_up(self.input_slots, above, beside, key, other)
+            units = [self.unit_ranks[side.units[part]] for side in (rows, cols)]
+            inputs = [self.input_ranks[side.inputs[part]] for side in (rows, cols)]
             found = values[: len(part)]
-            torch.index_select(table, 0, place.add_(other).view(-1), out=found.view(-1))
+            if self.tail:
+                block, row, col = (units[0][:, :, None] == units[1][:, None, :]).nonzero().T
+                place = self.unit_slots[units[0][block, row]]
+                place += self.input_slots[inputs[0][block, row], inputs[1][block, col]]
+                found.zero_()[block, row, col] = table[place]
+            else:
+                key, place, other = (buffer[: len(part)] for buffer in buffers)
+                _look_up(self.unit_slots, units[0], units[1], key, place)
+                _look_up(self.input_slots, inputs[0], inputs[1], key, other)
+                torch.index_select(table, 0, place.add_(other).view(-1), out=found.view(-1))
             result.index_add_(0, part, found)
 
 
@@ -116,12 +122,11 @@ def _fill(
 ) -> None:
     """Add up G Zᵀ over the points."""
     num_units, num_inputs = table.shape
-    columns = min(_TILE, num_inputs)
-    gram_floats = num_units * (2 * factors.jacobian.tensors[0].shape[1] + 2)
-    step = max(1, budget // (gram_floats + 2 * columns))
+    columns = min(_TILE, num_inputs, max(1, budget // (8 * _POINTS)))
+    step = min(factors.num_points, max(1, budget // (2 * (num_units + 2 * columns))))
     for start in range(0, factors.num_points, step):
         points = slice(start, min(start + step, factors.num_points))
-        gram = pair_gram(factors.jacobian, unit_pairs[0], unit_pairs[1], points)
+        gram = evaluate_gram(factors, unit_pairs[0], unit_pairs[1], points, budget // 2)
         inputs = factors.inputs[:, points]
         for left in range(0, num_inputs, columns):
             part = slice(left, left + columns)
@@ -188,7 +193,7 @@ def plan_table(
             size += num_units * num_inputs
     if 2 * size * factors.inputs.dtype.itemsize > max_bytes:
         return None
-    return EntryTable(tuple(groups), size, unit_ranks, input_ranks, unit_slots, input_slots)
+    return EntryTable(tail, tuple(groups), size, unit_ranks, input_ranks, unit_slots, input_slots)
 
 
 def _compact(

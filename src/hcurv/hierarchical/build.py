@@ -203,17 +203,24 @@ class Builder:
                     self.num_capped += num_capped
                     return parts
             with self.timed("samples"):
-                self._widen(sampler, rows, most, depth)
+                self._widen(sampler, rows, rank, depth)
 
-    def _widen(self, sampler: Sampler, rows: _Rows, most: int, depth: int) -> None:
-        """Twice as many columns, or on the upper levels all entries between skeletons."""
+    def _widen(self, sampler: Sampler, rows: _Rows, rank: int, depth: int) -> None:
+        """More columns, or on the upper levels all entries between skeletons.
+
+        A rank below the number of columns has been found, with some uncertainty; else it is at
+        least as large, and the columns are doubled.
+        """
+        most = num_columns_for(min(self._max_rank, rows.largest))
         if depth < self._tree.depth and rows.size**2 <= 2 * self._tree.num_kept * most:
             index = self._tree.permutation[rows.positions]
             self._skeletons = SkeletonSampler(
                 self._source, index, rows.scales, rows.starts, rows.counts
             )
         else:
-            sampler.grow(min(most, 2 * sampler.num_columns))
+            known = rank < 0.9 * sampler.num_columns
+            wanted = num_columns_for(math.ceil(1.1 * rank)) if known else 2 * sampler.num_columns
+            sampler.grow(min(most, wanted))
 
     def _try(
         self, sampler: Sampler, groups: list[Tensor], rows: _Rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -152,8 +153,9 @@ def _compress(
 ) -> HMatrix:
     diagonal = source.diagonal()
     _require_memory(source, int((diagonal > 0).sum()), settings, method)
+    start = time.perf_counter()
     if isinstance(ordering, str) and ordering == "auto":
-        tree = choose_tree(source, settings.leaf_size, diagonal, seed)
+        tree = choose_tree(source, settings.leaf_size, settings.tolerance, diagonal, seed)
     else:
         tree = cluster(
             source,
@@ -164,6 +166,7 @@ def _compress(
         )
     cap = settings.max_rank if settings.max_rank is not None else tree.num_kept
     builder = Builder(source, tree, settings.tolerance, cap, progress)
+    builder.seconds["ordering"] = time.perf_counter() - start
     sampler: Sampler
     with builder.timed("samples"):
         if method == "sketch":

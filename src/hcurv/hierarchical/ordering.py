@@ -1,4 +1,4 @@
-"""Choose an ordering: score the candidates on a few runs of rows."""
+"""Choose an ordering: score the candidates on a few runs of consecutive rows."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from hcurv.sources import blocks, has_product, structural_orders
 
 __all__ = ["choose_tree"]
 
-_COLUMNS = 64  # of the samples
-_SHARE = 8  # rows of a run per skeleton row
+_COLUMNS = 128  # of the samples
 _RUNS = ((64, 32), (256, 8))  # (rows, number) of the runs that are looked at
+_DEFAULT_TOLERANCE = 1e-2
 
 
-def choose_tree(source: EntrySource, leaf_size: int, diagonal: Tensor, seed: int) -> ClusterTree:
+def choose_tree(
+    source: EntrySource, leaf_size: int, tolerance: float, diagonal: Tensor, seed: int
+) -> ClusterTree:
     """The tree of the best ordering: structural ones if the source offers any, else by distance.
 
-    The score of an order is how much of the matrix is left outside of blocks of consecutive rows
-    when these rows are interpolated from an eighth of them (energy, relative to the best rank 0).
+    The score of an order is the share of rows from which runs of consecutive rows have to be
+    interpolated, if what is left outside of their own blocks shall be as small as the tolerance
+    asks of nodes of that size.
     """
     names = list(structural_orders(source)) or ["natural", "angle", "gram"]
     trees = {
@@ -33,12 +36,11 @@ def choose_tree(source: EntrySource, leaf_size: int, diagonal: Tensor, seed: int
     }
     rows = trees[names[0]].permutation.sort().values
     generator = torch.Generator(source.device).manual_seed(seed)
+    sketch = None
     if has_product(source):
-        inputs, outputs = random_products(source, rows, _COLUMNS, generator)
-    else:
-        inputs, outputs = None, None
+        sketch = random_products(source, rows, _COLUMNS, generator)
     scores = {
-        name: _score(source, tree.permutation, rows, inputs, outputs, generator)
+        name: _score(source, tree.permutation, rows, sketch, tolerance, generator)
         for name, tree in trees.items()
     }
     best = min(names, key=lambda name: scores[name])
@@ -49,28 +51,32 @@ def _score(
     source: EntrySource,
     order: Tensor,
     rows: Tensor,
-    inputs: Tensor | None,
-    outputs: Tensor | None,
+    sketch: tuple[Tensor, Tensor] | None,
+    tolerance: float,
     generator: torch.Generator,
 ) -> float:
-    left, total = 0.0, 0.0
+    shares = []
     for length, number in _RUNS:
-        length = min(length, max(1, order.numel() // 2))
-        number = min(number, order.numel() // length)
-        if number == 0:
+        length = min(length, order.numel() // 2)
+        if length == 0:
             continue
+        number = min(number, order.numel() // length)
         starts = torch.linspace(0, order.numel() - length, number, device=order.device).long()
         index = order[starts[:, None] + torch.arange(length, device=order.device)]
-        if inputs is not None and outputs is not None:
+        if sketch is not None:
+            inputs, outputs = sketch
             places = torch.searchsorted(rows, index)
             samples = outputs[places] - blocks(source, index, index) @ inputs[places]
-            total += float(outputs[places].double().square().sum())
+            norm = torch.linalg.vector_norm(outputs, dtype=torch.float64)
         else:
             samples = _outside(source, order, starts, index, generator)
-            total += float(samples.double().square().sum())
-        found = interpolate_rows(samples, max(1, length // _SHARE))
-        left += float(found.errors.double().square().sum())
-    return left / total if total > 0 else 0.0
+            norm = torch.linalg.vector_norm(samples, dtype=torch.float64)
+            norm = norm * (order.numel() / index.numel()) ** 0.5
+        num_nodes = 2 * order.numel() / length
+        allowed = (tolerance or _DEFAULT_TOLERANCE) * float(norm) / (2 * num_nodes) ** 0.5
+        found = interpolate_rows(samples, None, allowed, random_columns=True)
+        shares.append(float(found.ranks.double().mean()) / length)
+    return sum(shares)
 
 
 def _outside(

@@ -51,6 +51,8 @@ def _safetensors() -> ModuleType:
 def save_matrix(matrix: HMatrix, path: str | PathLike[str]) -> None:
     """Write a matrix; an existing file is replaced only once the new one is complete."""
     library = _safetensors()
+    if not Path(path).absolute().parent.is_dir():
+        raise FileNotFoundError(f"no such folder: {Path(path).absolute().parent}")
     tensors = {
         name: tensor.detach().cpu().contiguous() for name, tensor in _named_tensors(matrix).items()
     }
@@ -150,7 +152,10 @@ def load(path: str | PathLike[str], device: torch.device | str = "cpu") -> HMatr
         name: tensor.to(device, None if tensor.is_floating_point() else torch.long)
         for name, tensor in tensors.items()
     }
-    return _assemble(description, moved)
+    try:
+        return _assemble(description, moved)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise FileFormatError(f"{path} is damaged: {error!r}; write it again") from error
 
 
 def _read_description(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
