@@ -25,6 +25,7 @@ from hcurv.hierarchical.levels import Basis, LeafBlocks, Level, row_table
 from hcurv.hierarchical.skeleton_columns import SkeletonSampler
 from hcurv.interpolative import Interpolation, interpolate_rows
 from hcurv.operators import EntrySource
+from hcurv.sources import DenseMatrix
 
 __all__ = ["FIRST_RANK", "Builder", "Sampler", "num_columns_for"]
 
@@ -167,12 +168,17 @@ class Builder:
                     _column_norms(bases, rows.scales, places.numel()),
                 )
             with self.timed("couplings"):
-                couplings = make_couplings(self._source, order[above.positions], ranks)
+                if self._skeletons is None:
+                    couplings = make_couplings(self._source, order[above.positions], ranks)
+                else:  # the entries are there already
+                    self._skeletons.ascend(places, above.scales, above.starts, above.counts)
+                    known = DenseMatrix(self._skeletons.entries)
+                    couplings = make_couplings(
+                        known, torch.arange(places.numel(), device=places.device), ranks
+                    )
             levels.append(Level(ranks, rows.size, bases, couplings))
             with self.timed("samples"):
-                if self._skeletons is not None:
-                    self._skeletons.ascend(places, above.scales, above.starts, above.counts)
-                elif depth > 1:
+                if self._skeletons is None and depth > 1:
                     sampler.ascend(levels[-1], above.positions)
             rows = above
         return leaves, tuple(levels)

@@ -30,30 +30,29 @@ class SkeletonSampler:
     def __init__(
         self, source: EntrySource, rows: Tensor, scales: Tensor, starts: Tensor, counts: Tensor
     ) -> None:
-        self._entries = torch.zeros(
-            rows.numel() + 1, rows.numel(), dtype=source.dtype, device=source.device
-        )
-        self._entries[:-1] = source.block(rows, rows)
-        self._scales, self._starts, self._counts = scales[:-1], starts, counts
+        self.entries = source.block(rows, rows)
+        self._scales, self._starts, self._counts = scales, starts, counts
 
     @property
     def num_columns(self) -> int:
         """Rows of the level."""
-        return self._entries.shape[1]
+        return self.entries.shape[1]
 
     def samples(self, nodes: Tensor, table: Tensor) -> Tensor:
         """Samples of the rows of nodes, given by their places on the current level, (B, m, s)."""
-        values = self._entries.index_select(0, table.reshape(-1)).view(
-            *table.shape, self.num_columns
-        )
-        columns = torch.arange(self.num_columns, device=table.device)
-        first = self._starts[nodes, None]
-        own = (columns >= first) & (columns < first + self._counts[nodes, None])
-        weights = self._scales.expand(nodes.numel(), -1).masked_fill(own, 0.0)
-        return values.mul_(weights[:, None])
+        first, counts = self._starts[nodes, None], self._counts[nodes, None]
+        # All columns but the node's own; the last are padding where nodes differ in size.
+        columns = torch.arange(self.num_columns - int(counts.min()), device=table.device)
+        columns = columns + torch.where(columns >= first, counts, 0)
+        beyond = columns >= self.num_columns
+        columns = columns.clamp(max=self.num_columns - 1)
+        weights = self._scales[columns].masked_fill_(beyond, 0.0)
+        padding = table >= self.num_columns
+        rows = table.masked_fill(padding, 0)
+        values = self.entries[rows[:, :, None], columns[:, None]].mul_(weights[:, None])
+        return values.masked_fill_(padding[:, :, None], 0.0) if bool(padding.any()) else values
 
     def ascend(self, places: Tensor, scales: Tensor, starts: Tensor, counts: Tensor) -> None:
         """Go on with some of the rows."""
-        padded = torch.cat([places, places.new_full((1,), self.num_columns)])
-        self._entries = self._entries[padded[:, None], places]
-        self._scales, self._starts, self._counts = scales[:-1], starts, counts
+        self.entries = self.entries.index_select(0, places).index_select(1, places)
+        self._scales, self._starts, self._counts = scales, starts, counts
