@@ -155,7 +155,7 @@ def _compress(
     _require_memory(source, int((diagonal > 0).sum()), settings, method)
     start = time.perf_counter()
     if isinstance(ordering, str) and ordering == "auto":
-        tree = choose_tree(source, settings.leaf_size, settings.tolerance, diagonal, seed)
+        tree, sketch = choose_tree(source, settings.leaf_size, settings.tolerance, diagonal, seed)
     else:
         tree = cluster(
             source,
@@ -164,13 +164,14 @@ def _compress(
             seed=seed,
             diagonal=diagonal,
         )
+        sketch = None
     cap = settings.max_rank if settings.max_rank is not None else tree.num_kept
     builder = Builder(source, tree, settings.tolerance, cap, progress)
     builder.seconds["ordering"] = time.perf_counter() - start
     sampler: Sampler
     with builder.timed("samples"):
         if method == "sketch":
-            sampler = SketchSampler(source, tree.permutation, seed)
+            sampler = SketchSampler(source, tree.permutation, seed + 1, sketch)
         else:
             sampler = NeighborSampler(source, tree, diagonal, distance, seed)
     leaves, levels = builder.build(sampler)

@@ -22,12 +22,13 @@ _DEFAULT_TOLERANCE = 1e-2
 
 def choose_tree(
     source: EntrySource, leaf_size: int, tolerance: float, diagonal: Tensor, seed: int
-) -> ClusterTree:
+) -> tuple[ClusterTree, tuple[Tensor, Tensor] | None]:
     """The tree of the best ordering: structural ones if the source offers any, else by distance.
 
     The score of an order is the share of rows from which runs of consecutive rows have to be
     interpolated, if what is left outside of their own blocks shall be as small as the tolerance
-    asks of nodes of that size.
+    asks of nodes of that size. If the source has products, a sketch was made for it; it is returned
+    in the order of the tree, as `random_products` gives it.
     """
     names = list(structural_orders(source)) or ["natural", "angle", "gram"]
     trees = {
@@ -44,7 +45,12 @@ def choose_tree(
         for name, tree in trees.items()
     }
     best = min(names, key=lambda name: scores[name])
-    return replace(trees[best], scores=scores)
+    tree = replace(trees[best], scores=scores)
+    if sketch is not None:
+        places = torch.searchsorted(rows, tree.permutation)
+        places = torch.cat([places, places.new_full((1,), rows.numel())])
+        sketch = (sketch[0].index_select(0, places), sketch[1].index_select(0, places))
+    return tree, sketch
 
 
 def _score(

@@ -38,13 +38,21 @@ class SketchSampler:
         source: the matrix, with a product.
         rows: its kept rows in tree order.
         seed: of the random vectors.
+        known: a first panel, as `random_products` gives it.
     """
 
-    def __init__(self, source: EntrySource, rows: Tensor, seed: int) -> None:
+    def __init__(
+        self,
+        source: EntrySource,
+        rows: Tensor,
+        seed: int,
+        known: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
         self._source = source
         self._rows = rows
         self._generator = torch.Generator(source.device).manual_seed(seed)
         self._panels: list[_Panel] = []
+        self._known = None if known is None else _Panel(*known)
         self._leaves: LeafBlocks | None = None
         self._levels: list[Level] = []
         self._held_out = self._draw(_HELD_OUT)
@@ -75,7 +83,9 @@ class SketchSampler:
         assert self._leaves is not None
         width = max(16, min(_MAX_PANEL, _PANEL_FLOATS // (self._rows.numel() + 1)))
         while self.num_columns < num_columns:
-            panel = self._draw(min(width, num_columns - self.num_columns))
+            panel, self._known = self._known, None
+            if panel is None:
+                panel = self._draw(min(width, num_columns - self.num_columns))
             self._squares += float(
                 torch.linalg.vector_norm(panel.outputs, dtype=torch.float64).square()
             )
