@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 
 import pytest
@@ -15,25 +14,7 @@ import hcurv
 from cases import CASES, assert_close, both_dtypes, normal, seeded
 from conformance import check_operator
 from hcurv.hierarchical.buckets import group_by_shape
-
-
-def gaussian(distances: Tensor) -> Tensor:
-    return torch.exp(-distances.square())
-
-
-def inverse_multiquadric(distances: Tensor) -> Tensor:
-    return (1 + distances.square()).rsqrt()
-
-
-KERNELS = {"gaussian": gaussian, "inverse multiquadric": inverse_multiquadric}
-
-
-def kernel_matrix(name: str, size: int, dimension: int, width: float = 0.5) -> Tensor:
-    """A kernel matrix of points in random order."""
-    points = torch.rand(
-        size, dimension, dtype=torch.float64, generator=torch.Generator().manual_seed(size)
-    )
-    return KERNELS[name](torch.cdist(points, points) / width)
+from matrices import KERNELS, Plain, WithProduct, kernel_matrix
 
 
 def error(actual: hcurv.HMatrix, dense: Tensor) -> float:
@@ -42,29 +23,6 @@ def error(actual: hcurv.HMatrix, dense: Tensor) -> float:
 
 def permutation(size: int) -> Tensor:
     return torch.randperm(size, generator=torch.Generator().manual_seed(size))
-
-
-class Plain:
-    """A user's object with nothing but the protocol."""
-
-    def __init__(self, dense: Tensor) -> None:
-        self.dense = dense
-        self.shape = tuple(dense.shape)
-        self.dtype, self.device = dense.dtype, dense.device
-
-    def diagonal(self) -> Tensor:
-        return self.dense.diagonal()
-
-    def block(self, rows: Tensor, cols: Tensor) -> Tensor:
-        rows, cols = (
-            torch.arange(self.shape[0])[i] if isinstance(i, slice) else i for i in (rows, cols)
-        )
-        return self.dense[rows[:, None], cols]
-
-
-class WithProduct(Plain):
-    def __matmul__(self, rhs: Tensor) -> Tensor:
-        return self.dense @ rhs
 
 
 def random_hss(depth: int, leaf: int, rank: int) -> Tensor:
@@ -156,11 +114,15 @@ def test_gauss_newton(case: str, method: str, dtype: torch.dtype) -> None:
 
 def test_sampled_entries() -> None:
     operator = CASES["deep autoencoder"].operator()
-    sampled = operator.sample_entries(2000, seed=1)
     dense = operator.to_dense()
-    matrix = hcurv.compress(sampled, tolerance=1e-2, leaf_size=16)
-    assert matrix.record.method == "neighbors"
-    assert error(matrix, dense) <= 0.1
+    errors = []
+    for count in (4, 400):
+        sampled = operator.sample_entries(count, seed=1)
+        matrix = hcurv.compress(sampled, tolerance=5e-2, leaf_size=32)
+        assert matrix.record.method == "neighbors"
+        errors.append(error(matrix, dense))
+    assert errors[1] <= 0.15
+    assert errors[1] < errors[0] / 2
 
 
 @both_dtypes
@@ -246,8 +208,7 @@ def test_orderings() -> None:
     for ordering in ("natural", "angle", "gram", "auto"):
         matrix = hcurv.compress(dense, max_rank=6, leaf_size=32, ordering=ordering)
         errors[ordering] = error(matrix, dense)
-    assert max(errors["angle"], errors["gram"]) < errors["natural"] / 3
-    assert errors["auto"] <= min(errors["angle"], errors["gram"]) * 1.0001
+    assert max(errors["angle"], errors["gram"], errors["auto"]) < errors["natural"] / 3
     assert set(matrix.tree.scores) == {"natural", "angle", "gram"}
     assert matrix.tree.ordering == min(matrix.tree.scores, key=matrix.tree.scores.__getitem__)
     assert hcurv.compress(dense, ordering=order).tree.ordering == "given"
@@ -372,87 +333,6 @@ def test_plot() -> None:
     assert ranks.get_xlabel().startswith("level")
     assert len(matrix.plot(max_levels=1).axes[0].patches) == 2 + 2
     hcurv.compress(torch.zeros(3, 3)).plot()
-
-
-BAD_OPTIONS = {
-    "accuracy": ({"accuracy": "medium"}, 'accuracy must be "low" or "high"; got \'medium\''),
-    "tolerance": ({"tolerance": -1e-3}, "tolerance must be a number of at least 0; got -0.001"),
-    "nan": ({"tolerance": math.nan}, "tolerance must be a number"),
-    "text": ({"tolerance": "small"}, "tolerance must be a number of at least 0; got 'small'"),
-    "leaf": ({"leaf_size": 0}, "leaf_size must be an integer of at least 1; got 0"),
-    "rank": ({"max_rank": -1}, "max_rank must be an integer of at least 0; got -1"),
-    "fraction": ({"max_rank": 2.5}, "max_rank must be an integer of at least 0; got 2.5"),
-    "method": ({"method": "svd"}, 'method must be "auto", "sketch" or "neighbors"; got'),
-    "distance": ({"distance": "cosine"}, 'distance must be "angle" or "gram"; got'),
-    "ordering": ({"ordering": "random"}, "ordering"),
-}
-
-
-@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS.values(), ids=BAD_OPTIONS.keys())
-def test_bad_options(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        hcurv.compress(torch.eye(4), **options)
-
-
-def test_bad_sources() -> None:
-    eye = torch.eye(4)
-    with pytest.raises(TypeError, match=r"must be a dense tensor or offer shape.*got list"):
-        hcurv.compress([[1.0]])
-    with pytest.raises(ValueError, match=r"must be square.*got shape \(4, 3\)"):
-        hcurv.compress(eye[:, :3])
-    with pytest.raises(ValueError, match="must be square"):
-        hcurv.compress(eye[0])
-    with pytest.raises(ValueError, match=r"N > 0; got shape \(0, 0\)"):
-        hcurv.compress(torch.zeros(0, 0))
-    with pytest.raises(TypeError, match=r"float32 or float64; got torch\.int64"):
-        hcurv.compress(eye.long())
-    skew = eye.clone()
-    skew[0, 1] = 0.1
-    with pytest.raises(ValueError, match=r"must be symmetric.*differ by up to 1\.00e-01"):
-        hcurv.compress(skew)
-    with pytest.raises(ValueError, match="must be symmetric"):
-        hcurv.compress(Plain(skew))
-    for value in (math.nan, math.inf):
-        broken = eye.clone()
-        broken[1, 2] = broken[2, 1] = value
-        with pytest.raises(ValueError, match="NaN or infinite"):
-            hcurv.compress(broken)
-        with pytest.raises(ValueError, match="NaN or infinite"):
-            hcurv.compress(Plain(broken))
-    negative = eye.clone()
-    negative[2, 2] = -1.0
-    with pytest.raises(ValueError, match=r"entry \(2, 2\) is -1.000e\+00"):
-        hcurv.compress(negative)
-    with pytest.raises(ValueError, match=r'"sketch" needs products, but Plain has no "@"'):
-        hcurv.compress(Plain(eye), method="sketch")
-
-
-def test_sources_that_contradict_themselves() -> None:
-    class WrongDiagonal(Plain):
-        def diagonal(self) -> Tensor:
-            return 2 * self.dense.diagonal()
-
-    class WrongShape(Plain):
-        def block(self, rows: Tensor, cols: Tensor) -> Tensor:
-            return self.dense[rows]
-
-    class WrongProduct(Plain):
-        def __matmul__(self, rhs: Tensor) -> Tensor:
-            return self.dense @ rhs[:, :1]
-
-    dense = kernel_matrix("gaussian", 100, 2)
-    with pytest.raises(ValueError, match=r"diagonal\(\) and block\(i, i\) of the source differ"):
-        hcurv.compress(WrongDiagonal(dense))
-    with pytest.raises(ValueError, match=r"must have shape \(64, 64\); got \(64, 100\)"):
-        hcurv.compress(WrongShape(dense))
-    with pytest.raises(ValueError, match=r"source @ matrix must have shape \(100, "):
-        hcurv.compress(WrongProduct(dense))
-
-
-def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hcurv.memory.available_bytes", lambda device: 1000)
-    with pytest.raises(hcurv.InsufficientMemoryError, match="smaller leaf_size or max_rank"):
-        hcurv.compress(kernel_matrix("gaussian", 90, 2))
 
 
 def test_python_work_grows_with_levels_not_nodes() -> None:

@@ -18,6 +18,7 @@ def test_the_first_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(example, "README.md", "exec"), scope)
     assert "(387, 387)" in capsys.readouterr().out
     assert scope["v"].shape == (387,)  # type: ignore[attr-defined]
+    assert scope["A"].estimated_error <= 2e-2  # type: ignore[attr-defined]
 
 
 def test_the_two_commands_are_named_and_exist() -> None:
@@ -27,7 +28,7 @@ def test_the_two_commands_are_named_and_exist() -> None:
         assert f"\n{target}:" in makefile
 
 
-@pytest.mark.parametrize("name", ["entries.txt", "sampling.txt"])
+@pytest.mark.parametrize("name", ["entries.txt", "sampling.txt", "compress.txt"])
 def test_published_figures_are_those_of_the_committed_run(name: str) -> None:
     results = (ROOT / "benchmarks" / "results" / name).read_text()
     (shown,) = re.findall(rf"<!-- {name} -->\n```\n(.*?)```\n<!-- end -->", README, re.DOTALL)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import hcurv
 from cases import both_dtypes
-from test_hierarchical import kernel_matrix
+from matrices import kernel_matrix
 
 
 @pytest.fixture

@@ -3,7 +3,8 @@
     python -m hcurv.experiments.demo [FOLDER]
 
 trains a small network on scikit-learn's digits, builds its Gauss-Newton Hessian, prints entries,
-compares the time per entry with one matrix-free product per column, and saves pictures.
+compares the time per entry with one matrix-free product per column, compresses it, and saves
+pictures.
 """
 
 from __future__ import annotations
@@ -121,6 +122,22 @@ def save_pictures(model: nn.Sequential, matrix: hcurv.GaussNewton, folder: Path)
     return [diagonal_path, pixels_path, block_path]
 
 
+def show_compression(H: hcurv.GaussNewton) -> hcurv.HMatrix:
+    """Compress to a few tolerances; the last result is returned."""
+    print("Compressed hierarchically (hcurv.compress):")
+    print(f"{'tolerance':>11}{'true error':>12}{'estimated':>11}{'of N² stored':>14}{'time':>9}")
+    for tolerance in (1e-1, 3e-2, 1e-2):
+        start = time.perf_counter()
+        A = hcurv.compress(H, tolerance=tolerance, leaf_size=64)
+        seconds = time.perf_counter() - start
+        print(
+            f"{tolerance:>11.0e}{A.relative_error(H):>12.1e}{A.estimated_error:>11.1e}"
+            f"{A.compression_rate:>14.2%}{seconds:>7.2f} s"
+        )
+    print()
+    return A
+
+
 def main(folder: Path) -> None:
     """Run the demonstration and save its pictures in ``folder``."""
     inputs, labels = digits()
@@ -160,7 +177,11 @@ def main(folder: Path) -> None:
     print(f"all of H:     {whole:9.3f} s,  by {size} products {size * column:12.2f} s:", end="")
     print(f"  {size * column / whole:,.0f} times faster\n")
 
-    for path in save_pictures(model, H, folder):
+    A = show_compression(H)
+    paths = save_pictures(model, H, folder)
+    paths.append(folder / "compressed.png")
+    A.plot().savefig(paths[-1], dpi=120)
+    for path in paths:
         print(f"wrote {path}")
 
 

@@ -32,6 +32,8 @@ __all__ = ["FIRST_RANK", "Builder", "Sampler", "num_columns_for"]
 _GROUP_FLOATS = 2**24  # of samples or Gram matrices of a group of nodes
 _OVERSAMPLING = 1.5  # columns per row of a skeleton ...
 _EXTRA = 16  # ... and beyond
+_CAPPED = 4  # columns per row of a skeleton that a cap cuts off: weights must not fit by chance
+_SKELETON_ENTRIES = 2**27  # most that are evaluated between all skeletons of a level
 _PROBE = 4  # nodes that tell whether a sample has columns enough
 FIRST_RANK = 48  # that the first sample is made for
 
@@ -190,55 +192,61 @@ class Builder:
         it is tried on the nodes with the largest samples first.
         """
         counts = rows.counts
-        most = num_columns_for(min(self._max_rank, rows.largest))
         if self._skeletons is None:
+            rank = min(self._max_rank, rows.largest, FIRST_RANK)
             with self.timed("samples"):
-                sampler.grow(min(most, max(sampler.num_columns, num_columns_for(FIRST_RANK))))
+                sampler.grow(max(sampler.num_columns, num_columns_for(rank)))
         groups = group_by_shape(counts, torch.ones_like(counts))
         groups.sort(key=lambda group: -int(counts[group].max()))
         probe = groups[0][:_PROBE]
         while True:
-            enough = sampler.num_columns >= most or self._skeletons is not None
-            if not enough:
-                _, _, rank = self._try(sampler, [probe], rows)
-                enough = num_columns_for(rank) <= sampler.num_columns
-            if enough:
-                parts, num_capped, rank = self._try(sampler, groups, rows)
-                enough = num_columns_for(rank) <= sampler.num_columns
-                if enough or sampler.num_columns >= most or self._skeletons is not None:
-                    self.num_capped += num_capped
-                    return parts
+            needed = 0
+            if self._skeletons is None:
+                _, _, needed = self._try(sampler, [probe], rows)
+            if needed <= sampler.num_columns:
+                parts, num_capped, needed = self._try(sampler, groups, rows)
+            if needed <= sampler.num_columns:
+                self.num_capped += num_capped
+                return parts
             with self.timed("samples"):
-                self._widen(sampler, rows, rank, depth)
+                self._widen(sampler, rows, needed, depth)
 
-    def _widen(self, sampler: Sampler, rows: _Rows, rank: int, depth: int) -> None:
-        """More columns, or on the upper levels all entries between skeletons.
-
-        A rank below the number of columns has been found, with some uncertainty; else it is at
-        least as large, and the columns are doubled.
-        """
-        most = num_columns_for(min(self._max_rank, rows.largest))
-        if depth < self._tree.depth and rows.size**2 <= 2 * self._tree.num_kept * most:
+    def _widen(self, sampler: Sampler, rows: _Rows, needed: int, depth: int) -> None:
+        """More columns, or on the upper levels all entries between skeletons."""
+        most = min(2 * self._tree.num_kept * needed, _SKELETON_ENTRIES)
+        if depth < self._tree.depth and rows.size**2 <= most:
             index = self._tree.permutation[rows.positions]
             self._skeletons = SkeletonSampler(
                 self._source, index, rows.scales, rows.starts, rows.counts
             )
         else:
-            known = rank < 0.9 * sampler.num_columns
-            wanted = num_columns_for(math.ceil(1.1 * rank)) if known else 2 * sampler.num_columns
-            sampler.grow(min(most, wanted))
+            sampler.grow(needed)
+
+    def _columns_needed(self, ranks: Tensor, capped: Tensor, num_columns: int, width: int) -> int:
+        """Columns that interpolations of some ranks should have been made of.
+
+        A rank well below the number of columns has been found, with some uncertainty; else it is
+        at least as large, and the columns are doubled.
+        """
+        if bool(capped.any()):
+            return _CAPPED * self._max_rank + _EXTRA
+        rank = int(ranks.max())
+        needed = num_columns_for(rank)
+        if needed <= num_columns:
+            return needed
+        likely = math.ceil(1.1 * rank) if rank < 0.9 * num_columns else 2 * rank
+        return num_columns_for(min(likely, self._max_rank, width))
 
     def _try(
         self, sampler: Sampler, groups: list[Tensor], rows: _Rows
     ) -> tuple[list[NodeInterpolations], int, int]:
-        """Interpolations, number of capped nodes, and largest rank; stops where columns lack."""
+        """Interpolations, number of capped nodes, columns needed; stops where columns lack."""
         num_nodes = 2 ** (self._tree.depth + 1) - 2
         chosen = sampler if self._skeletons is None else self._skeletons
         random, num_columns = self._skeletons is None, chosen.num_columns
         # Squares of errors add up over the nodes, for rows and columns.
         tolerance = self._tolerance * sampler.norm * chosen.gain / math.sqrt(2 * num_nodes)
-        most = num_columns_for(min(self._max_rank, rows.largest))
-        parts, num_capped, largest_rank = [], 0, 0
+        parts, num_capped, needed = [], 0, 0
         for group in groups:
             width = int(rows.counts[group].max())
             step = max(1, _GROUP_FLOATS // max(1, width * max(width, num_columns)))
@@ -251,24 +259,26 @@ class Builder:
                         samples, rows.scales[table], self._max_rank, tolerance, random
                     )
                     parts.append(NodeInterpolations.trim(nodes, rows.counts[nodes], found))
-                num_capped += capped
-                largest_rank = max(largest_rank, int(found.ranks.max()))
-                if random and num_columns_for(largest_rank) > num_columns and num_columns < most:
-                    return parts, num_capped, largest_rank
-        return parts, num_capped, largest_rank
+                num_capped += int(capped.sum())
+                if random:
+                    wanted = self._columns_needed(found.ranks, capped, num_columns, width)
+                    needed = max(needed, wanted)
+                if needed > num_columns:
+                    return parts, num_capped, needed
+        return parts, num_capped, needed
 
 
 def _scaled_interpolation(
     samples: Tensor, scales: Tensor, max_rank: int, tolerance: float, random: bool
-) -> tuple[Interpolation, int]:
-    """Interpolate rows whose errors weigh ``scales``; also the number of nodes at the cap."""
+) -> tuple[Interpolation, Tensor]:
+    """Interpolate rows whose errors weigh ``scales``; also which nodes the cap cuts off."""
     samples.mul_(scales[:, :, None])
     found = interpolate_rows(samples, max_rank, tolerance, random_columns=random)
     allowed = torch.full_like(found.errors, 1.001 * tolerance)
     if random:
         allowed *= (1 - found.ranks / max(1, samples.shape[2])).sqrt()
     reached = found.errors <= allowed
-    capped = int((~reached & (found.ranks >= max_rank)).sum())
+    capped = ~reached & (found.ranks >= max_rank)
     rank = found.skeleton.shape[1]
     within = torch.arange(rank, device=scales.device) < found.ranks[:, None]
     chosen = scales.gather(1, torch.where(within, found.skeleton, 0))
