@@ -33,6 +33,7 @@ _GROUP_FLOATS = 2**24  # of samples or Gram matrices of a group of nodes
 _OVERSAMPLING = 1.5  # columns per row of a skeleton ...
 _EXTRA = 16  # ... and beyond
 _CAPPED = 4  # columns per row of a skeleton that a cap cuts off: weights must not fit by chance
+_SKETCH_FLOATS = 2**30  # of a sketch with that many columns; a larger one makes do with fewer
 _SKELETON_ENTRIES = 2**27  # most that are evaluated between all skeletons of a level
 _PROBE = 4  # nodes that tell whether a sample has columns enough
 FIRST_RANK = 48  # that the first sample is made for
@@ -229,7 +230,10 @@ class Builder:
         at least as large, and the columns are doubled.
         """
         if bool(capped.any()):
-            return _CAPPED * self._max_rank + _EXTRA
+            generous = _CAPPED * self._max_rank + _EXTRA
+            if 2 * self._tree.num_kept * generous <= _SKETCH_FLOATS:
+                return generous
+            return num_columns_for(self._max_rank)
         rank = int(ranks.max())
         needed = num_columns_for(rank)
         if needed <= num_columns:

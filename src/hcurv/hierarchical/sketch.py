@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hcurv.hierarchical.levels import LeafBlocks, Level
+from hcurv.memory import require_bytes
 from hcurv.operators import EntrySource
 
 __all__ = ["SketchSampler", "random_products"]
@@ -81,6 +82,13 @@ class SketchSampler:
     def grow(self, num_columns: int) -> None:
         """Draw until there are ``num_columns``, and carry the new ones to the current level."""
         assert self._leaves is not None
+        missing = num_columns - self.num_columns
+        require_bytes(
+            2 * self._rows.numel() * missing * self._source.dtype.itemsize,
+            self._source.device,
+            f"a sketch of {num_columns} columns",
+            ("choose a smaller max_rank or a larger tolerance", "use float32"),
+        )
         width = max(16, min(_MAX_PANEL, _PANEL_FLOATS // (self._rows.numel() + 1)))
         while self.num_columns < num_columns:
             panel, self._known = self._known, None
