@@ -177,7 +177,8 @@ def test_zero_rows_are_set_aside_and_the_others_keep_their_order() -> None:
     assert given_order.permutation.tolist() == own_order.permutation.tolist() == [4, 3, 1]
     assert (given_order.ordering, own_order.ordering) == ("given", "reversed")
     assert natural.zero_rows.tolist() == given_order.zero_rows.tolist() == [0, 2, 5]
-    assert natural.leaves().tolist() == [[1, -1], [3, 4]]
+    # Six rows, zero ones counted, need four leaves of two.
+    assert natural.leaves().tolist() == [[-1], [1], [3], [4]]
     nothing = cluster(DenseMatrix(0 * matrix), leaf_size=2, ordering="angle", seed=0)
     assert (nothing.num_kept, nothing.depth, nothing.leaves().shape) == (0, 0, (1, 0))
     assert nothing.bounds(0).tolist() == [0, 0]

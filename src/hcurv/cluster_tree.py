@@ -108,7 +108,7 @@ def cluster(
     order, name = _start(source, ordering)
     rows = order[diagonal[order] != 0]
     # As deep as all N rows would need: the shape of the tree does not depend on the data.
-    depth = min(depth_for(source.shape[0], leaf_size), max(rows.numel(), 1).bit_length() - 1)
+    depth = min(depth_for(source.shape[0], leaf_size), max(rows.numel() - 1, 0).bit_length())
     if name in ("angle", "gram"):
         generator = torch.Generator().manual_seed(seed)
         rows = distance_order(source, diagonal, rows, depth, cast("Distance", name), generator)

@@ -33,7 +33,7 @@ _GROUP_FLOATS = 2**24  # of samples or Gram matrices of a group of nodes
 _OVERSAMPLING = 1.5  # columns per row of a skeleton ...
 _EXTRA = 16  # ... and beyond
 _CAPPED = 4  # columns per row of a skeleton that a cap cuts off: weights must not fit by chance
-_SKETCH_FLOATS = 2**30  # of a sketch with that many columns; a larger one makes do with fewer
+_SKETCH_FLOATS = 2**28  # of a sketch with that many columns; a larger one makes do with fewer
 _SKELETON_ENTRIES = 2**27  # most that are evaluated between all skeletons of a level
 _PROBE = 4  # nodes that tell whether a sample has columns enough
 FIRST_RANK = 48  # that the first sample is made for
@@ -238,8 +238,9 @@ class Builder:
         needed = num_columns_for(rank)
         if needed <= num_columns:
             return needed
-        likely = math.ceil(1.1 * rank) if rank < 0.9 * num_columns else 2 * rank
-        return num_columns_for(min(likely, self._max_rank, width))
+        known = rank < 0.9 * num_columns
+        likely = num_columns_for(math.ceil(1.1 * rank)) if known else 2 * num_columns
+        return min(likely, num_columns_for(min(self._max_rank, width)))
 
     def _try(
         self, sampler: Sampler, groups: list[Tensor], rows: _Rows
