@@ -15,22 +15,9 @@ from cases import both_dtypes, normal
 from hcurv import cluster_tree
 from hcurv.cluster_tree import ClusterTree, Distance, cluster, depth_for, pair_distances
 from hcurv.sources import DenseMatrix
+from matrices import Plain
 
 both_distances = pytest.mark.parametrize("distance", ["angle", "gram"])
-
-
-class OnlyEntries:
-    """A source with nothing but the protocol."""
-
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-        self.shape, self.dtype, self.device = tuple(values.shape), values.dtype, values.device
-
-    def diagonal(self) -> Tensor:
-        return self.values.diagonal()
-
-    def block(self, rows: Tensor, cols: Tensor) -> Tensor:
-        return self.values[rows][:, cols]
 
 
 class Counted(DenseMatrix):
@@ -232,7 +219,7 @@ def test_the_order_is_a_function_of_the_seed_and_the_entries_alone(
 
     expected = order(DenseMatrix(matrix))
     assert order(DenseMatrix(matrix)) == expected
-    assert order(OnlyEntries(matrix)) == expected
+    assert order(Plain(matrix)) == expected
     assert order(DenseMatrix(matrix), seed=8) != expected
     for entries in (2000, 300, 1):  # pieces of levels, pieces of nodes, single rows
         monkeypatch.setattr(cluster_tree, "_ENTRIES", entries)

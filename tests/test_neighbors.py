@@ -14,22 +14,9 @@ from cases import both_dtypes, normal
 from hcurv import cluster_tree
 from hcurv.neighbors import nearest_neighbors
 from hcurv.sources import DenseMatrix
+from matrices import Plain
 
 both_distances = pytest.mark.parametrize("distance", ["angle", "gram"])
-
-
-class OnlyEntries:
-    """A source with nothing but the protocol."""
-
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-        self.shape, self.dtype, self.device = tuple(values.shape), values.dtype, values.device
-
-    def diagonal(self) -> Tensor:
-        return self.values.diagonal()
-
-    def block(self, rows: Tensor, cols: Tensor) -> Tensor:
-        return self.values[rows][:, cols]
 
 
 class Counted(DenseMatrix):
@@ -153,9 +140,7 @@ def test_neighbours_are_a_function_of_the_seed_and_the_entries_alone(
     state = torch.random.get_rng_state()
     options = {"distance": distance, "num_trees": 3, "leaf_size": 40}
     expected = nearest_neighbors(DenseMatrix(matrix), 10, seed=5, **options)
-    repeated = nearest_neighbors(
-        OnlyEntries(matrix), 10, seed=5, diagonal=matrix.diagonal(), **options
-    )
+    repeated = nearest_neighbors(Plain(matrix), 10, seed=5, diagonal=matrix.diagonal(), **options)
     other = nearest_neighbors(DenseMatrix(matrix), 10, seed=6, **options)
     monkeypatch.setattr(cluster_tree, "_ENTRIES", 500)
     pieces = nearest_neighbors(DenseMatrix(matrix), 10, seed=5, **options)
