@@ -47,6 +47,20 @@ def random_hss(depth: int, leaf: int, rank: int) -> Tensor:
     return matrix + shift * torch.eye(size, dtype=torch.float64)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_neighbors_find_the_few_large_columns_of_units_that_leaves_cut(seed: int) -> None:
+    """In an autoencoder the weights of one output unit depend on each other and little else."""
+    model = seeded(
+        lambda: nn.Sequential(nn.Linear(64, 4), nn.Softplus(), nn.Linear(4, 64), nn.Sigmoid())
+    ).double()
+    inputs = torch.rand(50, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    dense = hcurv.GaussNewton(model, hcurv.losses.HalfSquaredError(), inputs**2).to_dense()
+    matrix = hcurv.compress(
+        dense, tolerance=1e-2, leaf_size=32, ordering="natural", method="neighbors", seed=seed
+    )
+    assert error(matrix, dense) < 1.5e-2
+
+
 @both_dtypes
 @pytest.mark.parametrize("method", ["sketch", "neighbors"])
 @pytest.mark.parametrize("dimension", [1, 2, 3, 6])

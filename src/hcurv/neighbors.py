@@ -18,7 +18,7 @@ from hcurv.cluster_tree import (
 from hcurv.indexing import Indices, check_count, resolve_indices
 from hcurv.operators import EntrySource
 
-__all__ = ["nearest_neighbors"]
+__all__ = ["nearest_neighbors", "neighbor_lists"]
 
 _LEAF = 64  # fewest rows of a leaf, however few neighbours are wanted
 _SETTLED = 0.01  # share of neighbours that a tree must improve for another one to be worth it
@@ -57,6 +57,30 @@ def nearest_neighbors(
         Matrix rows; -1 fills the lists if there are fewer than k others. Equally distant rows come
         in ascending order.
     """
+    return neighbor_lists(
+        source,
+        num_neighbors,
+        distance=distance,
+        num_trees=num_trees,
+        leaf_size=leaf_size,
+        rows=rows,
+        diagonal=diagonal,
+        seed=seed,
+    )[0]
+
+
+def neighbor_lists(
+    source: EntrySource,
+    num_neighbors: int,
+    *,
+    distance: Distance = "angle",
+    num_trees: int = 8,
+    leaf_size: int | None = None,
+    rows: Indices | None = None,
+    diagonal: Tensor | None = None,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """What `nearest_neighbors` returns, and the distances, infinite where there is none."""
     num_neighbors = check_count(num_neighbors, "num_neighbors")
     num_trees = check_count(num_trees, "num_trees")
     least = 2 * (num_neighbors + 1)
@@ -89,7 +113,7 @@ def nearest_neighbors(
             break
         # Ties keep the order that a tree starts from: that of the rows first, then a random one.
         order = rows[torch.randperm(rows.numel(), generator=generator).to(rows.device)]
-    return lists.neighbors
+    return lists.neighbors, lists.distances
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """Samples of off-diagonal rows by entries alone: columns of near neighbours and uniform ones.
 
 This is the paper's way (§4, Algorithm 4.1), and what works for sources without a product, such as
-sampled entries. Half of the columns of a node are those that most of its rows have among their
-nearest neighbours; the others are drawn evenly from all columns outside of the node, weighted so
-that the norm of the sample estimates that of the whole.
+sampled entries. Two thirds of the columns of a node are neighbours of its rows, with the largest
+sums of squared entries; the others are drawn at random from all columns outside of the node, half
+evenly and half by the diagonal, H_jj ≥ H_ij²/H_ii, and weighted so that the norm of the sample
+estimates that of the whole.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from hcurv.cluster_tree import ClusterTree, Distance
 from hcurv.hierarchical.levels import LeafBlocks, Level
-from hcurv.neighbors import nearest_neighbors
+from hcurv.neighbors import neighbor_lists
 from hcurv.operators import EntrySource
 from hcurv.sources import blocks
 
@@ -52,13 +53,18 @@ class NeighborSampler:
         self._positions = torch.arange(rows.numel(), device=rows.device)
         inverse = torch.full((tree.size + 1,), -1, dtype=torch.long, device=rows.device)
         inverse[rows] = self._positions
-        neighbors = nearest_neighbors(
+        neighbors, distances = neighbor_lists(
             source, _NEIGHBORS, distance=distance, rows=rows, diagonal=diagonal, seed=seed
         )
+        squares = _squared_entries(diagonal, rows, neighbors, distances, distance)
         # In tree order, with a last row for padding.
         self._neighbors = torch.cat([inverse[neighbors], inverse.new_full((1, _NEIGHBORS), -1)])
+        self._squares = torch.cat([squares, squares.new_zeros(1, _NEIGHBORS)])
+        self._shares = _shares(diagonal[rows])
+        before = self._shares.cumsum(0)
+        self._before = torch.cat([before.new_zeros(1), before])
         self._num_columns = 0
-        self._columns, self._weights = _draw_columns(diagonal[rows], rows, self._generator)
+        self._columns, self._weights = self._draw_columns()
         self._products = source.block(slice(None), self._columns) * self._weights
 
     @property
@@ -115,52 +121,78 @@ class NeighborSampler:
             columns = _skip(offsets, begin, end)
             columns = columns.masked_fill(offsets >= num_outside[:, None], -1)
             return columns, torch.ones(columns.shape, dtype=dtype, device=device)
-        near = self._vote(begin, end, positions, count // 2)
-        num_even = count - near.shape[1]
-        strata = torch.rand(
-            begin.numel(), num_even, dtype=dtype, device=device, generator=self._generator
-        )
-        strata = (strata + torch.arange(num_even, device=strata.device)) / num_even
-        even = (strata * num_outside[:, None]).long()
-        even = _skip(torch.minimum(even, num_outside[:, None] - 1), begin, end)
-        share = (num_outside / num_even).sqrt().to(strata.dtype)
+        near = self._vote(begin, end, positions, count)
+        even, weights = self._draw(begin, end, count // 2)
         ones = torch.ones(near.shape, dtype=dtype, device=device)
-        weights = torch.cat([ones, share[:, None].expand_as(even)], 1)
-        return torch.cat([near, even], 1), weights
+        return torch.cat([near, even], 1), torch.cat([ones, weights.to(dtype)], 1)
+
+    def _draw(self, begin: Tensor, end: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Random columns outside of nodes, stratified, and 1/√(probability · number), (B, c)."""
+        before, inside = (
+            self._before[begin, None],
+            (self._before[end] - self._before[begin])[:, None],
+        )
+        places = torch.rand(
+            begin.numel(), count, dtype=before.dtype, device=begin.device, generator=self._generator
+        )
+        places = (
+            (places + torch.arange(count, device=begin.device))
+            / count
+            * (self._before[-1] - inside)
+        )
+        places += torch.where(places >= before, inside, 0.0)
+        drawn = torch.searchsorted(self._before, places, right=True) - 1
+        # Rounding must not lead into a node or beyond the end.
+        drawn = drawn.clamp_(0, self._shares.numel() - 1)
+        is_left = places < before
+        drawn = torch.where(is_left, torch.minimum(drawn, begin[:, None] - 1), drawn)
+        drawn = torch.where(is_left, drawn, torch.maximum(drawn, end[:, None]))
+        return drawn, (self._shares[drawn] / (self._before[-1] - inside) * count).rsqrt()
+
+    def _draw_columns(self) -> tuple[Tensor, Tensor]:
+        """Held-out columns, and 1/√(probability · number)."""
+        rows = self._tree.permutation
+        none = rows.new_zeros(1)
+        drawn, weights = self._draw(none, none, min(_HELD_OUT, rows.numel()))
+        return rows[drawn[0]], weights[0].to(self._source.dtype)
 
     def _vote(self, begin: Tensor, end: Tensor, positions: Tensor, count: int) -> Tensor:
-        """The columns outside of a node that most of its rows have as neighbours, (B, count)."""
+        """The neighbours outside of a node with the largest sums of squared entries, (B, count)."""
         none = self._tree.permutation.numel()
         found = self._neighbors[positions].flatten(1)
         inside = (found >= begin[:, None]) & (found < end[:, None])
-        found = found.masked_fill(inside | (found < 0), none).sort(1).values
+        found, order = found.masked_fill(inside | (found < 0), none).sort(dim=1, stable=True)
+        squares = self._squares[positions].flatten(1).gather(1, order)
         new = torch.ones_like(found, dtype=torch.bool)
         new[:, 1:] = found[:, 1:] != found[:, :-1]
         run = new.cumsum(1) - 1
-        votes = torch.zeros_like(found).scatter_add_(1, run, torch.ones_like(found))
+        sums = torch.zeros_like(squares).scatter_add_(1, run, squares)
         candidates = torch.full_like(found, none).scatter_(1, run, found)
-        votes.masked_fill_(candidates == none, 0)
-        best = votes.sort(dim=1, descending=True, stable=True).indices[:, :count]
+        sums.masked_fill_(candidates == none, -1.0)
+        best = sums.sort(dim=1, descending=True, stable=True).indices[:, :count]
         chosen = candidates.gather(1, best)
         return chosen.masked_fill(chosen == none, -1)
+
+
+def _squared_entries(
+    diagonal: Tensor, rows: Tensor, neighbors: Tensor, distances: Tensor, distance: Distance
+) -> Tensor:
+    """Squares of the entries of rows in the columns of their neighbours, from the distances."""
+    own, other = diagonal[rows, None], diagonal[neighbors.clamp(min=0)]
+    if distance == "angle":
+        squares = (1 - distances) * own * other
+    else:
+        squares = ((own + other - distances) / 2).square()
+    return squares.clamp_(min=0.0).masked_fill_(neighbors < 0, 0.0)
+
+
+def _shares(diagonal: Tensor) -> Tensor:
+    """Probabilities of columns, half even and half by the diagonal."""
+    shares = diagonal.double() / diagonal.double().sum()
+    return (shares + 1 / max(1, diagonal.numel())) / 2
 
 
 def _skip(offsets: Tensor, begin: Tensor, end: Tensor) -> Tensor:
     """Count positions outside of [begin, end)."""
     beyond = offsets >= begin[:, None]
     return offsets + torch.where(beyond, (end - begin)[:, None], 0)
-
-
-def _draw_columns(
-    diagonal: Tensor, rows: Tensor, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Columns, drawn half by the diagonal and half evenly, and 1/√(probability · number)."""
-    if rows.numel() == 0:
-        return rows, diagonal
-    shares = diagonal.double() / diagonal.double().sum()
-    shares = (shares + 1 / rows.numel()) / 2
-    count = min(_HELD_OUT, rows.numel())
-    uniforms = torch.rand(count, dtype=torch.float64, device=rows.device, generator=generator)
-    uniforms = (uniforms + torch.arange(count, device=rows.device)) / count
-    chosen = torch.searchsorted(shares.cumsum(0), uniforms).clamp_(max=rows.numel() - 1)
-    return rows[chosen], (shares[chosen] * count).rsqrt().to(diagonal.dtype)
