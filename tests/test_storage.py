@@ -86,7 +86,7 @@ def test_every_flipped_byte_is_noticed(path: Path) -> None:
 
 def test_foreign(tmp_path: Path) -> None:
     save_file({"weight": torch.ones(3)}, tmp_path / "other.safetensors")
-    with pytest.raises(hcurv.FileFormatError, match="holds no hcurv matrix"):
+    with pytest.raises(hcurv.FileFormatError, match="holds nothing of hcurv"):
         hcurv.load(tmp_path / "other.safetensors")
     torch.save({"a": torch.ones(3)}, tmp_path / "pickle.pt")
     with pytest.raises(hcurv.FileFormatError, match="no safetensors file"):

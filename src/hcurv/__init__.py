@@ -3,9 +3,19 @@
 from hcurv import losses
 from hcurv.cluster_tree import ClusterTree
 from hcurv.gauss_newton import GaussNewton
-from hcurv.hierarchical import CompressionWarning, FileFormatError, HMatrix, compress, load
+from hcurv.hierarchical import (
+    CompressionWarning,
+    Factorization,
+    FileFormatError,
+    HMatrix,
+    NotPositiveDefiniteError,
+    compress,
+    load,
+)
+from hcurv.krylov import CGResult, EigenResult, cg, eigsh
 from hcurv.memory import InsufficientMemoryError
 from hcurv.neighbors import nearest_neighbors
+from hcurv.newton_step import GaussNewtonStep, gauss_newton_step
 from hcurv.operators import EntrySource, SymmetricOperator
 from hcurv.sampling import SampledEntries, SamplingError, num_samples_for, sampling_error
 from hcurv.tracing import UnsupportedModelError
@@ -13,18 +23,26 @@ from hcurv.tracing import UnsupportedModelError
 __version__ = "0.1.0"
 
 __all__ = [
+    "CGResult",
     "ClusterTree",
     "CompressionWarning",
+    "EigenResult",
     "EntrySource",
+    "Factorization",
     "FileFormatError",
     "GaussNewton",
+    "GaussNewtonStep",
     "HMatrix",
     "InsufficientMemoryError",
+    "NotPositiveDefiniteError",
     "SampledEntries",
     "SamplingError",
     "SymmetricOperator",
     "UnsupportedModelError",
+    "cg",
     "compress",
+    "eigsh",
+    "gauss_newton_step",
     "load",
     "losses",
     "nearest_neighbors",

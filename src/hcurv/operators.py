@@ -87,6 +87,16 @@ class SymmetricOperator(ABC):
 
     def __matmul__(self, rhs: Tensor) -> Tensor:
         """Product with a vector (N,) or the columns of a matrix (N, k)."""
+        self._check_vectors(rhs)
+        if rhs.numel() == 0:
+            return torch.zeros_like(rhs)
+        with torch.no_grad():
+            if rhs.ndim == 1:
+                return self._matmat(rhs.detach()[:, None]).squeeze(1)
+            return self._matmat(rhs.detach())
+
+    def _check_vectors(self, rhs: Tensor, dtype: torch.dtype | None = None) -> None:
+        """Raise unless ``rhs`` is (N,) or (N, k), of ``dtype`` or the operator's, on its device."""
         size = self.shape[0]
         if not isinstance(rhs, Tensor):
             raise TypeError(
@@ -98,22 +108,17 @@ class SymmetricOperator(ABC):
                 f"the right-hand side must have shape ({size},) or ({size}, k);"
                 f" got {tuple(rhs.shape)}"
             )
-        if rhs.dtype != self.dtype:
+        dtype = self.dtype if dtype is None else dtype
+        if rhs.dtype != dtype:
             raise TypeError(
-                f"the right-hand side must be {self.dtype}, like the operator; got {rhs.dtype}"
-                f" (convert it with .to({self.dtype}))"
+                f"the right-hand side must be {dtype}, like the operator; got {rhs.dtype}"
+                f" (convert it with .to({dtype}))"
             )
         if rhs.device != self.device:
             raise ValueError(
                 f"the right-hand side must be on {self.device}, like the operator;"
                 f" got {rhs.device} (move it with .to('{self.device}'))"
             )
-        if rhs.numel() == 0:
-            return torch.zeros_like(rhs)
-        with torch.no_grad():
-            if rhs.ndim == 1:
-                return self._matmat(rhs.detach()[:, None]).squeeze(1)
-            return self._matmat(rhs.detach())
 
     def to_dense(self) -> Tensor:
         """The whole matrix, (N, N)."""

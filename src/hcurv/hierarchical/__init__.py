@@ -1,7 +1,16 @@
-"""Hierarchical matrices: compression, product, entries, files."""
+"""Hierarchical matrices: compression, product, entries, factorization, files."""
 
 from hcurv.hierarchical.compress import CompressionWarning, compress
+from hcurv.hierarchical.factorization import Factorization, NotPositiveDefiniteError
 from hcurv.hierarchical.matrix import HMatrix
 from hcurv.hierarchical.storage import FileFormatError, load
 
-__all__ = ["CompressionWarning", "FileFormatError", "HMatrix", "compress", "load"]
+__all__ = [
+    "CompressionWarning",
+    "Factorization",
+    "FileFormatError",
+    "HMatrix",
+    "NotPositiveDefiniteError",
+    "compress",
+    "load",
+]

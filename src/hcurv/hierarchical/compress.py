@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hcurv.cluster_tree import Distance, cluster, depth_for
 from hcurv.hierarchical.build import FIRST_RANK, Builder, Sampler, num_columns_for
+from hcurv.hierarchical.definite import make_definite
 from hcurv.hierarchical.matrix import BuildRecord, HMatrix
 from hcurv.hierarchical.neighbor_columns import NeighborSampler
 from hcurv.hierarchical.ordering import choose_tree
@@ -54,6 +55,8 @@ def compress(
     ordering: str | Tensor = "auto",
     method: Literal["auto", "sketch", "neighbors"] = "auto",
     distance: Distance = "angle",
+    positive_definite: bool = False,
+    damping: float | None = None,
     seed: int = 0,
     progress: bool = False,
 ) -> HMatrix:
@@ -73,6 +76,9 @@ def compress(
         method: "sketch" needs products with the source, "neighbors" needs entries only (the
             paper's way); "auto" takes the sketch where there are products.
         distance: of nearest neighbours, for ``method="neighbors"``.
+        positive_definite: make sure that A + damping·I is positive definite, for this damping and
+            any larger one, by small changes of A where compression errors are in the way.
+        damping: for ``positive_definite``, positive.
         seed: of everything random; the result is a function of source, arguments and seed.
         progress: show a progress bar over the levels.
 
@@ -96,6 +102,16 @@ def compress(
         raise ValueError(f'method must be "auto", "sketch" or "neighbors"; got {method!r}')
     if distance not in ("angle", "gram"):
         raise ValueError(f'distance must be "angle" or "gram"; got {distance!r}')
+    if positive_definite and (damping is None or not 0 < damping < math.inf):
+        raise ValueError(
+            "positive_definite=True needs a positive damping, as in positive_definite=True,"
+            f" damping=1e-3; got {damping!r}"
+        )
+    if damping is not None and not positive_definite:
+        raise ValueError(
+            "damping is for positive_definite=True only; to factorize with a damping use"
+            " A.factorize(damping)"
+        )
     with torch.no_grad():
         matrix = as_source(source)
         if method == "auto":
@@ -105,7 +121,7 @@ def compress(
                 f'method="sketch" needs products, but {type(matrix).__name__} has no "@"; use'
                 ' method="neighbors"'
             )
-        return _compress(matrix, settings, ordering, method, distance, seed, progress)
+        return _compress(matrix, settings, ordering, method, distance, damping, seed, progress)
 
 
 def _settle(
@@ -148,6 +164,7 @@ def _compress(
     ordering: str | Tensor,
     method: str,
     distance: Distance,
+    damping: float | None,
     seed: int,
     progress: bool,
 ) -> HMatrix:
@@ -184,12 +201,16 @@ def _compress(
         num_columns=sampler.num_columns,
         num_capped=builder.num_capped,
         estimated_error=0.0,
+        damping=damping,
         seconds=builder.seconds,
     )
-    unrated = HMatrix(tree, leaves, levels, record, source.dtype)
+    result = HMatrix(tree, leaves, levels, record, source.dtype)
+    if damping is not None:
+        with builder.timed("definiteness"):
+            result = make_definite(result, damping)
     with builder.timed("error estimate"):
-        error = _estimate_error(unrated, sampler)
-    result = HMatrix(tree, leaves, levels, replace(record, estimated_error=error), source.dtype)
+        record = replace(record, estimated_error=_estimate_error(result, sampler))
+    result = HMatrix(tree, result.leaves, result.levels, record, source.dtype)
     _warn(result)
     return result
 
@@ -233,6 +254,8 @@ def _warn(matrix: HMatrix) -> None:
             f"{matrix.dtype} rounding or noise in the entries is in the way. Use float64 or accept"
             " a larger tolerance"
         )
+        if record.damping is not None:
+            reason += f", or a larger damping than {record.damping:.1e} to be definite with"
     warnings.warn(
         f"estimated relative error {record.estimated_error:.1e}, asked for"
         f" {record.tolerance:.1e}: {reason}.",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Basis", "Coupling", "LeafBlocks", "Level", "row_table"]
+__all__ = ["Basis", "Coupling", "LeafBlocks", "Level", "put_rows", "row_table", "take_rows"]
 
 
 def row_table(starts: Tensor, counts: Tensor, width: int, padding: int) -> Tensor:
@@ -23,12 +23,13 @@ def row_table(starts: Tensor, counts: Tensor, width: int, padding: int) -> Tenso
     return table.masked_fill(places >= counts[:, None], padding)
 
 
-def _take(values: Tensor, index: Tensor) -> Tensor:
+def take_rows(values: Tensor, index: Tensor) -> Tensor:
     """Rows of ``values`` (size + 1, k) by an index table (B, m): (B, m, k)."""
     return values.index_select(0, index.reshape(-1)).view(*index.shape, values.shape[1])
 
 
-def _put(values: Tensor, index: Tensor, rows: Tensor) -> None:
+def put_rows(values: Tensor, index: Tensor, rows: Tensor) -> None:
+    """Set rows of ``values`` (size + 1, k) by an index table (B, m) to ``rows`` (B, m, k)."""
     values.index_copy_(0, index.reshape(-1), rows.flatten(0, 1))
 
 
@@ -57,9 +58,9 @@ class LeafBlocks:
 
     def add_product(self, inputs: Tensor, outputs: Tensor, scale: float = 1.0) -> None:
         """Add the blocks, scaled, times ``inputs`` to ``outputs``."""
-        rows = _take(outputs, self.rows)
-        rows.baddbmm_(self.values, _take(inputs, self.rows), alpha=scale)
-        _put(outputs, self.rows, rows)
+        rows = take_rows(outputs, self.rows)
+        rows.baddbmm_(self.values, take_rows(inputs, self.rows), alpha=scale)
+        put_rows(outputs, self.rows, rows)
 
 
 @dataclass(frozen=True)
@@ -97,15 +98,15 @@ class Basis:
 
     def gather(self, below: Tensor, here: Tensor) -> None:
         """Set the nodes' rows of ``here`` to Pᵀ times those of ``below``."""
-        rows = _take(below, self.skeleton)
-        rows.baddbmm_(self.weights.transpose(1, 2), _take(below, self.rest))
-        _put(here, self.target, rows)
+        rows = take_rows(below, self.skeleton)
+        rows.baddbmm_(self.weights.transpose(1, 2), take_rows(below, self.rest))
+        put_rows(here, self.target, rows)
 
     def spread(self, here: Tensor, below: Tensor) -> None:
         """Set the nodes' rows of ``below`` to P times those of ``here``."""
-        rows = _take(here, self.target)
-        _put(below, self.skeleton, rows)
-        _put(below, self.rest, self.weights @ rows)
+        rows = take_rows(here, self.target)
+        put_rows(below, self.skeleton, rows)
+        put_rows(below, self.rest, self.weights @ rows)
 
 
 @dataclass(frozen=True)
@@ -141,11 +142,11 @@ class Coupling:
 
     def add_product(self, inputs: Tensor, outputs: Tensor, scale: float = 1.0) -> None:
         """Add the blocks, both ways and scaled, times ``inputs`` to ``outputs``."""
-        left, right = _take(inputs, self.left), _take(inputs, self.right)
-        rows = _take(outputs, self.left)
-        _put(outputs, self.left, rows.baddbmm_(self.values, right, alpha=scale))
-        rows = _take(outputs, self.right)
-        _put(outputs, self.right, rows.baddbmm_(self.values.transpose(1, 2), left, alpha=scale))
+        left, right = take_rows(inputs, self.left), take_rows(inputs, self.right)
+        rows = take_rows(outputs, self.left)
+        put_rows(outputs, self.left, rows.baddbmm_(self.values, right, alpha=scale))
+        rows = take_rows(outputs, self.right)
+        put_rows(outputs, self.right, rows.baddbmm_(self.values.transpose(1, 2), left, alpha=scale))
 
 
 @dataclass(frozen=True)

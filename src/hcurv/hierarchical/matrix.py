@@ -8,17 +8,22 @@ interpolates to the skeletons of its children only, which makes storage and prod
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+import math
+from dataclasses import dataclass, field
 from os import PathLike
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hcurv.cluster_tree import ClusterTree
 from hcurv.hierarchical import elements
+from hcurv.hierarchical.definite import least_damping
+from hcurv.hierarchical.elimination import IndefiniteError
+from hcurv.hierarchical.factorization import Factorization, NotPositiveDefiniteError
+from hcurv.hierarchical.factorize import factorize_levels
 from hcurv.hierarchical.levels import LeafBlocks, Level
+from hcurv.hierarchical.parts import map_tensors, tensors_of
 from hcurv.indexing import Index, Indices, resolve_indices, resolve_pairs
 from hcurv.operators import SymmetricOperator
 
@@ -28,8 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["BuildRecord", "HMatrix"]
 
 _COLUMN_FLOATS = 2**23  # of a vector of the lowest level, taken at a time
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class BuildRecord:
         num_columns: columns of the sketch, or sampled columns per node.
         num_capped: nodes that the cap kept from the tolerance.
         estimated_error: relative error estimated on what the build did not use.
+        damping: with which it was made positive definite, or None.
         seconds: time of each phase.
     """
 
@@ -56,6 +60,7 @@ class BuildRecord:
     num_columns: int
     num_capped: int
     estimated_error: float
+    damping: float | None = None
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
 
 
@@ -172,6 +177,69 @@ class HMatrix(SymmetricOperator):
             index = resolve_pairs(rows, cols, self.shape[0], self.device)
             return elements.pairs(self, *index)
 
+    def factorize(self, damping: float | Tensor = 0.0, *, definite: bool = True) -> Factorization:
+        """Factorize A + damping·I: the key to solving, log-determinants, samples, variances.
+
+        Args:
+            damping: a number, or a tensor of one number; if that requires gradients, `solve` and
+                `logdet` of the result pass them on.
+            definite: whether A + damping·I has to be positive definite. With False it may have
+                negative eigenvalues, which are counted (and it takes several times as long): a
+                damping of −s is what finding eigenvalues near s needs.
+
+        Raises:
+            NotPositiveDefiniteError: it is not positive definite; ``smallest_damping`` is one with
+                which it is.
+            InsufficientMemoryError: the factors would not fit into free memory.
+
+        Example:
+            >>> F = A.factorize(damping=1e-3)
+            >>> F.solve(b), F.logdet(), F.sample(10), F.inverse_diagonal()
+        """
+        given = torch.as_tensor(
+            damping, dtype=None if isinstance(damping, Tensor) else torch.float64
+        )
+        if given.numel() != 1 or not math.isfinite(value := given.detach().item()):
+            raise ValueError(f"damping must be one finite number; got {damping!r}")
+        has_zeros = self.tree.num_kept < self.tree.size
+        with torch.no_grad():
+            try:
+                if has_zeros and (value <= 0 if definite else value == 0):
+                    raise IndefiniteError
+                factors = factorize_levels(self, value, definite)
+            except IndefiniteError:
+                raise self._indefinite(value, definite) from None
+        num_negative = factors.num_negative
+        if has_zeros and value < 0:
+            num_negative += self.tree.size - self.tree.num_kept
+        return Factorization(
+            self.tree,
+            factors.levels,
+            given.reshape(()),
+            factors.log_determinant,
+            num_negative,
+            self.dtype,
+        )
+
+    def _indefinite(self, damping: float, definite: bool) -> NotPositiveDefiniteError:
+        """The error for a damping that does not do, with one that does."""
+        if not definite:
+            return NotPositiveDefiniteError(
+                f"A + damping·I is singular for damping = {damping:.3e}: −damping is an eigenvalue"
+                " of A. Choose a slightly different damping",
+                damping,
+                damping,
+            )
+        lowest, smallest = least_damping(self)
+        return NotPositiveDefiniteError(
+            f"A + damping·I is not positive definite for damping = {damping:.3e}: compression (or"
+            f" rounding) left eigenvalues of A down to about {lowest:.2e}. Use"
+            f" damping={smallest:.2e} or more, or compress with positive_definite=True,"
+            " damping=… (positive)",
+            damping,
+            smallest,
+        )
+
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> HMatrix:
@@ -186,11 +254,15 @@ class HMatrix(SymmetricOperator):
         tree, leaves, levels = map_tensors(move, (self.tree, self.leaves, self.levels))
         return HMatrix(tree, leaves, levels, self.record, kind)
 
+    def with_leaves(self, leaves: LeafBlocks) -> HMatrix:
+        """This matrix with other diagonal blocks."""
+        return HMatrix(self.tree, leaves, self.levels, self.record, self.dtype)
+
     def save(self, path: str | PathLike[str]) -> None:
         """Write to a safetensors file, atomically; `hcurv.load` reads it."""
-        from hcurv.hierarchical.storage import save_matrix
+        from hcurv.hierarchical.storage import save
 
-        save_matrix(self, path)
+        save(self, path)
 
     def plot(self, max_levels: int = 6) -> Figure:
         """Block structure with ranks (as in the paper's Figure 1), and the ranks of each level.
@@ -201,29 +273,3 @@ class HMatrix(SymmetricOperator):
         from hcurv.hierarchical.plots import plot_matrix
 
         return plot_matrix(self, max_levels)
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], parts: T) -> T:
-    """The same (nested) parts with ``function`` applied to every tensor in them."""
-    if isinstance(parts, Tensor):
-        return function(parts)  # type: ignore[return-value]
-    if isinstance(parts, tuple):
-        return tuple(map_tensors(function, part) for part in parts)  # type: ignore[return-value]
-    if is_dataclass(parts) and not isinstance(parts, type):
-        changed: dict[str, Any] = {
-            f.name: map_tensors(function, getattr(parts, f.name)) for f in fields(parts)
-        }
-        return replace(parts, **changed)
-    return parts
-
-
-def tensors_of(parts: object) -> list[Tensor]:
-    """All tensors in (nested) parts."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(note, parts)
-    return found

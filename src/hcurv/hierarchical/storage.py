@@ -1,4 +1,4 @@
-"""Files: one safetensors file per matrix, self-describing, written atomically, never pickled.
+"""Files: one safetensors file per object, self-describing, written atomically, never pickled.
 
 Tensors are named after the parts that they belong to, e.g. ``levels.0.bases.1.weights``; indices
 are stored as int32 where that suffices. The metadata hold the format, its version, a JSON
@@ -12,7 +12,7 @@ import os
 import tempfile
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,16 +21,19 @@ import torch
 from torch import Tensor
 
 from hcurv.cluster_tree import ClusterTree
+from hcurv.hierarchical.elimination import Elimination, LevelFactor, Split
+from hcurv.hierarchical.factorization import Factorization
 from hcurv.hierarchical.levels import Basis, Coupling, LeafBlocks, Level
 from hcurv.hierarchical.matrix import BuildRecord, HMatrix
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["FileFormatError", "load", "save_matrix"]
+__all__ = ["FileFormatError", "load", "save"]
 
-_FORMAT = "hcurv.HMatrix"
+_MATRIX, _FACTORIZATION = "hcurv.HMatrix", "hcurv.Factorization"
 _VERSION = 1
+_DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _INT32 = torch.iinfo(torch.int32).max
 
 
@@ -48,28 +51,36 @@ def _safetensors() -> ModuleType:
     return safetensors.torch
 
 
-def save_matrix(matrix: HMatrix, path: str | PathLike[str]) -> None:
-    """Write a matrix; an existing file is replaced only once the new one is complete."""
+def save(stored: HMatrix | Factorization, path: str | PathLike[str]) -> None:
+    """Write a file; an existing one is replaced only once the new one is complete."""
     library = _safetensors()
     if not Path(path).absolute().parent.is_dir():
         raise FileNotFoundError(f"no such folder: {Path(path).absolute().parent}")
+    if isinstance(stored, HMatrix):
+        kind, named, special = _MATRIX, _matrix_tensors(stored), _describe_matrix(stored)
+    else:
+        kind, named, special = _FACTORIZATION, _factor_tensors(stored), _describe_factors(stored)
+    tree = stored.tree
+    short = tree.size < _INT32
     tensors = {
-        name: tensor.detach().cpu().contiguous() for name, tensor in _named_tensors(matrix).items()
+        name: (tensor.int() if short and not tensor.is_floating_point() else tensor)
+        .detach()
+        .cpu()
+        .contiguous()
+        for name, tensor in {"permutation": tree.permutation, **named}.items()
     }
-    tree = matrix.tree
     description = {
         "size": tree.size,
         "depth": tree.depth,
         "ordering": tree.ordering,
         "scores": tree.scores,
-        "dtype": str(matrix.dtype).removeprefix("torch."),
-        "levels": [[len(level.bases), len(level.couplings)] for level in matrix.levels],
-        "record": asdict(matrix.record),
+        "dtype": str(stored.dtype).removeprefix("torch."),
+        **special,
         "checksums": {name: _checksum(tensor) for name, tensor in tensors.items()},
     }
     text = json.dumps(description)
     metadata = {
-        "format": _FORMAT,
+        "format": kind,
         "version": str(_VERSION),
         "description": text,
         "checksum": str(zlib.crc32(text.encode())),
@@ -99,9 +110,9 @@ def _checksum(tensor: Tensor) -> int:
     return zlib.crc32(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), values)
 
 
-def _named_tensors(matrix: HMatrix) -> dict[str, Tensor]:
-    """What cannot be made of other parts; indices as int32 where they fit."""
-    tensors = {"permutation": matrix.tree.permutation, "leaves.values": matrix.leaves.values}
+def _matrix_tensors(matrix: HMatrix) -> dict[str, Tensor]:
+    """What cannot be made of other parts."""
+    tensors = {"leaves.values": matrix.leaves.values}
     for number, level in enumerate(matrix.levels):
         tensors[f"levels.{number}.ranks"] = level.ranks
         for place, basis in enumerate(level.bases):
@@ -110,19 +121,44 @@ def _named_tensors(matrix: HMatrix) -> dict[str, Tensor]:
         for place, coupling in enumerate(level.couplings):
             for part in ("parents", "values"):
                 tensors[f"levels.{number}.couplings.{place}.{part}"] = getattr(coupling, part)
-    short = matrix.tree.size < _INT32
+    return tensors
+
+
+def _describe_matrix(matrix: HMatrix) -> dict[str, Any]:
     return {
-        name: tensor.int() if short and not tensor.is_floating_point() else tensor
-        for name, tensor in tensors.items()
+        "levels": [[len(level.bases), len(level.couplings)] for level in matrix.levels],
+        "record": asdict(matrix.record),
     }
 
 
-def load(path: str | PathLike[str], device: torch.device | str = "cpu") -> HMatrix:
-    """Read a matrix that `HMatrix.save` wrote.
+def _factor_tensors(stored: Factorization) -> dict[str, Tensor]:
+    tensors = {}
+    for number, level in enumerate(stored.levels):
+        for part in ("starts", "counts", "left"):
+            tensors[f"levels.{number}.{part}"] = getattr(level.split, part)
+        for place, step in enumerate(level.eliminations):
+            for field in fields(Elimination):
+                values = getattr(step, field.name)
+                if values is not None:
+                    tensors[f"levels.{number}.eliminations.{place}.{field.name}"] = values
+    return tensors
+
+
+def _describe_factors(stored: Factorization) -> dict[str, Any]:
+    return {
+        "levels": [[len(level.eliminations), level.size] for level in stored.levels],
+        "damping": stored.damping,
+        "log_determinant": stored.log_determinant,
+        "num_negative": stored.num_negative,
+    }
+
+
+def load(path: str | PathLike[str], device: torch.device | str = "cpu") -> HMatrix | Factorization:
+    """Read what `HMatrix.save` or `Factorization.save` wrote.
 
     Args:
         path: the file.
-        device: where the matrix shall live.
+        device: where it shall live.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -148,20 +184,22 @@ def load(path: str | PathLike[str], device: torch.device | str = "cpu") -> HMatr
         _checksum(tensor) != checksums[name] for name, tensor in tensors.items()
     ):
         raise FileFormatError(f"{path} is damaged: checksums do not match; write it again")
+    # Copies are aligned as new tensors are: what is computed from them is the same bit for bit.
     moved = {
-        name: tensor.to(device, None if tensor.is_floating_point() else torch.long)
+        name: tensor.to(device, None if tensor.is_floating_point() else torch.long, copy=True)
         for name, tensor in tensors.items()
     }
     try:
-        return _assemble(description, moved)
+        make = _make_matrix if metadata["format"] == _MATRIX else _make_factorization
+        return make(description, moved)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise FileFormatError(f"{path} is damaged: {error!r}; write it again") from error
 
 
 def _read_description(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
-    if metadata.get("format") != _FORMAT:
+    if metadata.get("format") not in (_MATRIX, _FACTORIZATION):
         found = metadata.get("format", "another program")
-        raise FileFormatError(f"{path} holds no hcurv matrix (it is by {found})")
+        raise FileFormatError(f"{path} holds nothing of hcurv (it is by {found})")
     version = metadata.get("version", "")
     if not version.isdigit():
         raise FileFormatError(f"{path} is damaged: its version is {version!r}")
@@ -176,14 +214,18 @@ def _read_description(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]
     return description
 
 
-def _assemble(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> HMatrix:
-    tree = ClusterTree(
+def _make_tree(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ClusterTree:
+    return ClusterTree(
         size=description["size"],
         permutation=tensors["permutation"],
         depth=description["depth"],
         ordering=description["ordering"],
         scores=description["scores"],
     )
+
+
+def _make_matrix(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> HMatrix:
+    tree = _make_tree(description, tensors)
     levels: list[Level] = []
     size_below = tree.num_kept
     for number, (num_bases, num_couplings) in enumerate(description["levels"]):
@@ -200,5 +242,34 @@ def _assemble(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
         levels.append(Level(ranks, size_below, tuple(bases), tuple(couplings)))
         size_below = levels[-1].size
     leaves = LeafBlocks.of(tree.bounds(tree.depth), tensors["leaves.values"])
-    dtype = {"float32": torch.float32, "float64": torch.float64}[description["dtype"]]
-    return HMatrix(tree, leaves, tuple(levels), BuildRecord(**description["record"]), dtype)
+    record = BuildRecord(**description["record"])
+    return HMatrix(tree, leaves, tuple(levels), record, _DTYPES[description["dtype"]])
+
+
+def _make_factorization(
+    description: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> Factorization:
+    tree = _make_tree(description, tensors)
+    levels: list[LevelFactor] = []
+    size_below = tree.num_kept
+    for number, (num_eliminations, size) in enumerate(description["levels"]):
+        split = Split(
+            *(tensors[f"levels.{number}.{part}"] for part in ("starts", "counts", "left"))
+        )
+        eliminations = []
+        for place in range(num_eliminations):
+            name = f"levels.{number}.eliminations.{place}"
+            parts = {f.name: tensors.get(f"{name}.{f.name}") for f in fields(Elimination)}
+            if any(value is None for part, value in parts.items() if part != "signs"):
+                raise KeyError(name)
+            eliminations.append(Elimination(**parts))  # type: ignore[arg-type]
+        levels.append(LevelFactor(split, size, size_below, tuple(eliminations)))
+        size_below = size
+    return Factorization(
+        tree,
+        tuple(levels),
+        torch.tensor(description["damping"], dtype=torch.float64),
+        description["log_determinant"],
+        description["num_negative"],
+        _DTYPES[description["dtype"]],
+    )

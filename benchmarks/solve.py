@@ -1,0 +1,274 @@
+"""Factorization, solves and preconditioned conjugate gradients on the reference networks.
+
+    make bench BENCH=solve DATA=folder-with-mnist-and-cifar10
+    make bench BENCH=solve PARTS="factor growth" DATA=...
+
+Times of "factor" are in units of a dense product H·X₁₂₈ of the same size in the same run.
+Conjugate gradients run in float64 on the exact matrix (in float32 no method reaches 1e-6 at small
+damping), preconditioners are built and applied in float32.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import hcurv
+from compress import compress, dense_product, gauss_newton, seeded_mlp
+from hcurv.experiments.reference_networks import REFERENCE_NETWORKS, train
+from hcurv.hierarchical.definite import make_definite
+from measure import best_time, describe_machine, parse_data_argument
+
+GB = 1e9
+SMALL = ("AE (a)", "AE (b)", "AE (c)", "classifier (a)", "classifier (b)")
+# Those of the compression targets.
+TOLERANCES = {"AE (a)": 5e-4, "classifier (a)": 2.8e-3}
+NUM_RIGHT_HAND_SIDES = 16
+LARGEST_BLOCK = 12_000  # rows of a dense block of block-Jacobi
+
+
+def largest_eigenvalue(matrix: hcurv.SymmetricOperator) -> float:
+    """λ₁."""
+    return float(hcurv.eigsh(matrix, 1, tolerance=1e-3).values[0])
+
+
+def factor(data: str | None) -> None:
+    """Factorize and solve at high accuracy."""
+    header = f"{'damping/λ₁':>12}{'factorize':>15}{'solve':>17}{'storage':>17}{'logdet s':>10}"
+    print("\nReached (asked for), accuracy 'high', times in dense products H·X₁₂₈; storage of the")
+    print("factors over that of the matrix; solve with 128 right-hand sides; error of the")
+    print("matrix once it is positive definite")
+    print(f"{'':16}{'n':>7}{header}{'variances s':>13}{'error':>9}")
+    for num_points in (1000, 10_000):
+        for name, tolerance in TOLERANCES.items():
+            matrix = gauss_newton(name, data, num_points)
+            unit = dense_product(matrix.shape[0])
+            largest = largest_eigenvalue(matrix)
+            plain = compress(matrix, accuracy="high", tolerance=tolerance)
+            rhs = torch.randn(matrix.shape[0], 128)
+            for relative in (1e-2, 1e-3, 1e-5):
+                damping = relative * largest
+                definite = make_definite(plain, damping)
+                factorization = definite.factorize(damping)
+                seconds = best_time(partial(definite.factorize, damping), 5)
+                solve = best_time(partial(factorization.solve, rhs), 7)
+                variances = best_time(factorization.inverse_diagonal, 3)
+                logdet = best_time(factorization.logdet, 3)
+                storage = factorization.num_stored / plain.num_stored
+                print(
+                    f"{name:16}{num_points:>7}{relative:>12.0e}"
+                    f"{f'{seconds / unit:.2f} (5)':>15}{f'{solve / unit:.3f} (0.3)':>17}"
+                    f"{f'{storage:.2f} (2.5)':>17}{logdet:>10.1e}{variances:>13.2f}"
+                    f"{definite.relative_error(matrix):>9.1e}",
+                    flush=True,
+                )
+
+
+def definite(data: str | None) -> None:
+    """positive_definite=True on all small networks, over six dampings."""
+    print("\npositive_definite=True, n = 1000: every matrix factorizes with its damping; error of")
+    print("the plain compression, and with each damping")
+    powers = range(1, 7)
+    print(f"{'':16}{'setting':8}{'plain':>9}" + "".join(f"{f'1e-{p} λ₁':>10}" for p in powers))
+    for name in SMALL:
+        matrix = gauss_newton(name, data, 1000)
+        largest = largest_eigenvalue(matrix)
+        for setting in ("low", "high"):
+            plain = compress(matrix, accuracy=setting)
+            line = f"{name:16}{setting:8}{plain.relative_error(matrix):>9.1e}"
+            for power in powers:
+                damping = 10.0**-power * largest
+                changed = make_definite(plain, damping)
+                changed.factorize(damping)  # raises if it is not positive definite
+                line += f"{changed.relative_error(matrix):>10.1e}"
+            print(line, flush=True)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A preconditioner, made for a damping; and the seconds that making it took."""
+
+    name: str
+    make: Callable[[float], tuple[Any, float]]
+
+
+def timed(function: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, float]:
+    """What a function returns, and its seconds."""
+    start = time.perf_counter()
+    result = function(*arguments, **options)
+    return result, time.perf_counter() - start
+
+
+def methods(matrix: hcurv.GaussNewton, model: nn.Module) -> Iterator[Method]:
+    """All preconditioners, from the float32 matrix."""
+    yield Method("none", lambda damping: (None, 0.0))
+    yield Method("Jacobi", lambda damping: timed(lambda: matrix.diagonal() + damping))
+    layers = layer_slices(model)
+    most = max(part.stop - part.start for part in layers)
+    if most <= LARGEST_BLOCK:
+        yield Method(
+            "block-Jacobi", lambda damping: timed(lambda: BlockJacobi(matrix, layers, damping))
+        )
+    else:
+        print(f"{'':25}block-Jacobi left out: a dense block of {most} rows takes a day")
+    for setting in ("low", "high"):
+        plain, build = timed(compress, matrix, accuracy=setting)
+
+        def make(
+            damping: float, plain: hcurv.HMatrix = plain, build: float = build
+        ) -> tuple[Any, float]:
+            result, seconds = timed(lambda: make_definite(plain, damping).factorize(damping))
+            return result, seconds + build
+
+        yield Method(f"ours, {setting}", make)
+
+
+def layer_slices(model: nn.Module) -> list[slice]:
+    """Rows of the parameters of each layer, weight and bias."""
+    found, start = [], 0
+    for module in model.modules():
+        size = sum(p.numel() for p in module.parameters(recurse=False))
+        if size:
+            found.append(slice(start, start + size))
+            start += size
+    return found
+
+
+class BlockJacobi:
+    """Dense Cholesky factors of the diagonal blocks of layers."""
+
+    def __init__(self, matrix: hcurv.GaussNewton, layers: list[slice], damping: float) -> None:
+        self._layers, self._factors = layers, []
+        for part in layers:
+            block = matrix.block(part, part).double()
+            block.diagonal().add_(damping)
+            self._factors.append(torch.linalg.cholesky(block))
+
+    def solve(self, rhs: Tensor) -> Tensor:
+        """Block by block."""
+        pairs = zip(self._layers, self._factors, strict=True)
+        return torch.cat([torch.cholesky_solve(rhs[part], factor) for part, factor in pairs])
+
+
+def conjugate_gradients(data: str | None, num_points: int = 1000) -> None:
+    """Iterations and time to 1e-6 for every preconditioner."""
+    print(
+        f"\nConjugate gradients to 1e-6, {NUM_RIGHT_HAND_SIDES} right-hand sides,"
+        f" n = {num_points}: iterations,"
+    )
+    print("seconds (with setting up the preconditioner)")
+    powers = (2, 3, 4, 5)
+    print(f"{'':25}" + "".join(f"{f'λ = 1e-{p} λ₁':>24}" for p in powers))
+    names = ("AE (a)", "AE (b)", "classifier (a)", "classifier (b)")
+    for name in names if num_points == 1000 else names[::2]:
+        trained = train(REFERENCE_NETWORKS[name], data)
+        single = gauss_newton(name, data, num_points)
+        inputs = trained.inputs[:num_points].double()
+        exact = hcurv.GaussNewton(trained.model.double(), trained.loss, inputs)
+        trained.model.float()
+        largest = largest_eigenvalue(single)
+        rhs = torch.randn(
+            exact.shape[0],
+            NUM_RIGHT_HAND_SIDES,
+            dtype=torch.float64,
+            generator=torch.Generator().manual_seed(0),
+        )
+        for method in methods(single, trained.model):
+            cells = []
+            for power in powers:
+                damping = 10.0**-power * largest
+                preconditioner, setup = method.make(damping)
+                result, seconds = timed(
+                    hcurv.cg,
+                    exact,
+                    rhs,
+                    damping=damping,
+                    preconditioner=preconditioner,
+                    max_iterations=3000,
+                )
+                count = int(result.num_iterations.max())
+                mark = "" if result.converged else "*"
+                cells.append(f"{f'{count}{mark}':>8}{seconds:>7.1f}{f'({seconds + setup:.1f})':>9}")
+            print(f"{name:16}{method.name:14}" + "".join(cells), flush=True)
+
+
+def conjugate_gradients_large(data: str | None) -> None:
+    """The same over 10,000 points."""
+    conjugate_gradients(data, 10_000)
+
+
+def growth(data: str | None) -> None:
+    """The networks of the compression benchmark."""
+    print("\nGrowth: 128-w-10 classifier on uniform inputs, n = 500, low accuracy, λ = 1e-2 λ₁")
+    print(f"{'N':>9}{'factorize s':>13}{'solve s':>10}{'logdet s':>10}{'variances s':>13}")
+    inputs = torch.rand(500, 128, generator=torch.Generator().manual_seed(0))
+    sizes: list[int] = []
+    times: dict[str, list[float]] = {"factorize and logdet": [], "solve": [], "variances": []}
+    for exponent in range(14, 19):
+        model = seeded_mlp((128, round(2**exponent / 139), 10))
+        matrix = hcurv.GaussNewton(model, nn.CrossEntropyLoss(), inputs)
+        damping = 1e-2 * largest_eigenvalue(matrix)
+        compressed = compress(matrix, accuracy="low", positive_definite=True, damping=damping)
+        factorization = compressed.factorize(damping)
+        rhs = torch.randn(matrix.shape[0], 128)
+        measured = {
+            "factorize and logdet": best_time(partial(compressed.factorize, damping), 5),
+            "solve": best_time(partial(factorization.solve, rhs), 5),
+            "variances": best_time(factorization.inverse_diagonal, 3),
+        }
+        logdet = best_time(factorization.logdet, 5)
+        sizes.append(matrix.shape[0])
+        for what, seconds in measured.items():
+            times[what].append(seconds)
+        print(
+            f"{matrix.shape[0]:>9}{measured['factorize and logdet']:>13.2f}"
+            f"{measured['solve']:>10.3f}{logdet:>10.1e}{measured['variances']:>13.2f}",
+            flush=True,
+        )
+    for what, values in times.items():
+        slope, _ = np.polyfit(np.log(sizes), np.log(values), 1)
+        print(f"fitted exponent of {what}: {slope:.2f} (at most 1.2)")
+    plot_growth(sizes, times)
+
+
+def plot_growth(sizes: list[int], times: dict[str, list[float]]) -> None:
+    """Log-log plot beside this script's results."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 4), layout="constrained")
+    axes = figure.subplots()
+    for what, values in times.items():
+        axes.loglog(sizes, values, "o-", label=what)
+    reference = times["solve"][0]
+    linear = [reference * size / sizes[0] for size in sizes]
+    axes.loglog(sizes, linear, "--", color="gray", label="linear in N")
+    axes.set_xlabel("N")
+    axes.set_ylabel("s")
+    axes.legend()
+    target = Path(__file__).parent / "results" / "solve-growth.png"
+    figure.savefig(target, dpi=120)
+    print(f"plotted in benchmarks/results/{target.name}")
+
+
+PARTS = {
+    "factor": factor,
+    "definite": definite,
+    "cg": conjugate_gradients,
+    "cg-10000": conjugate_gradients_large,
+    "growth": growth,
+}
+
+
+if __name__ == "__main__":
+    arguments = parse_data_argument(__doc__, PARTS)
+    print(describe_machine())
+    for part in arguments.parts or PARTS:
+        PARTS[part](arguments.data)

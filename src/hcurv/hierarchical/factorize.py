@@ -1,0 +1,259 @@
+"""From a hierarchical matrix to its factorization, level by level (see `elimination`).
+
+All of it is computed in double precision, whatever the matrix is stored in; factors are then
+rounded to the precision of the matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hcurv.hierarchical.buckets import group_by_shape
+from hcurv.hierarchical.elimination import (
+    BlockInverse,
+    Elimination,
+    LevelFactor,
+    Split,
+    cholesky_inverse,
+    eliminate,
+    permute,
+    spectral_inverse,
+)
+from hcurv.hierarchical.levels import Basis, Coupling, row_table
+from hcurv.memory import require_bytes
+
+if TYPE_CHECKING:
+    from hcurv.hierarchical.matrix import HMatrix
+
+__all__ = ["Factors", "NodeBlocks", "factorize_levels", "node_groups", "splits", "stored_floats"]
+
+_BLOCK_FLOATS = 2**24  # of the diagonal blocks taken at a time
+# Smallest pivot over the largest diagonal entry: below, a pivot is rounding.
+_FLOORS = {torch.float32: 2.0**-30, torch.float64: 2.0**-46}
+
+
+@dataclass(frozen=True)
+class Factors:
+    """A factorization.
+
+    Attributes:
+        levels: from the leaves to the root.
+        log_determinant: log |det|, over the rows that the tree holds.
+        num_negative: negative eigenvalues.
+    """
+
+    levels: tuple[LevelFactor, ...]
+    log_determinant: float
+    num_negative: int
+
+
+def splits(matrix: HMatrix) -> list[Split]:
+    """Rows of the nodes of all levels, from the leaves to the root."""
+    bounds = matrix.tree.bounds(matrix.tree.depth)
+    counts = bounds.diff()
+    found = [Split(bounds[:-1], counts, counts)]
+    for level in matrix.levels:
+        counts = level.ranks.view(-1, 2).sum(1)
+        found.append(Split(counts.cumsum(0) - counts, counts, level.ranks[::2]))
+    return found
+
+
+def node_groups(matrix: HMatrix, split: Split, number: int) -> Iterator[Basis]:
+    """Bases of all nodes of a level, also of those without any skeleton rows."""
+    size_below = int(split.counts.sum())
+    if number < len(matrix.levels):
+        yield from matrix.levels[number].bases
+        ranks = matrix.levels[number].ranks
+    else:
+        ranks = torch.zeros_like(split.counts)
+    lonely = (ranks == 0).nonzero().squeeze(1)
+    counts = split.counts[lonely]
+    for group in group_by_shape(counts, counts.clamp(max=1)):
+        nodes, width = lonely[group], int(counts[group].max())
+        rest = row_table(split.starts[nodes], split.counts[nodes], width, size_below)
+        weights = torch.zeros(nodes.numel(), width, 0, dtype=matrix.dtype, device=matrix.device)
+        none = rest[:, :0]
+        yield Basis(nodes, none, rest, none, weights)
+
+
+def stored_floats(matrix: HMatrix) -> int:
+    """Floats of a factorization of a matrix."""
+    total = 0
+    for number, split in enumerate(splits(matrix)):
+        for group in node_groups(matrix, split, number):
+            size, rank = group.weights.shape[1:]
+            total += group.nodes.numel() * size * (size + 2 * rank)
+    return total
+
+
+@dataclass
+class NodeBlocks:
+    """Diagonal blocks of the nodes of a level, made of what the level below left.
+
+    Attributes:
+        schur: Schur complements of the level below, by groups of its nodes.
+        couplings: between the skeletons of the level below.
+    """
+
+    schur: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    couplings: tuple[Coupling, ...] = ()
+
+    def of(self, nodes: Tensor, split: Split) -> Tensor:
+        """Blocks (B, w, w), double precision; the last row and column stay zero."""
+        left_width, right_width = split.widths(nodes)
+        width = left_width + right_width + 1
+        result = torch.zeros(nodes.numel(), width, width, dtype=torch.float64, device=nodes.device)
+        slots = torch.full_like(split.counts, -1)
+        slots[nodes] = torch.arange(nodes.numel(), device=nodes.device)
+        left, right = slice(0, left_width), slice(left_width, left_width + right_width)
+        for children, values in self.schur:
+            for side, place in ((0, left), (1, right)):
+                own = (children % 2 == side) & (slots[children // 2] >= 0)
+                if not bool(own.any()):
+                    continue
+                size = min(values.shape[1], place.stop - place.start)
+                part = slice(place.start, place.start + size)
+                result[slots[children[own] // 2], part, part] = values[own, :size, :size]
+        for coupling in self.couplings:
+            own = slots[coupling.parents] >= 0
+            if not bool(own.any()):
+                continue
+            rows, cols = (
+                min(a, b)
+                for a, b in zip(coupling.values.shape[1:], (left_width, right_width), strict=True)
+            )
+            values = coupling.values[own, :rows, :cols].double()
+            slot = slots[coupling.parents[own]]
+            result[slot, :rows, left_width : left_width + cols] = values
+            result[slot, left_width : left_width + cols, :rows] = values.transpose(1, 2)
+        return result
+
+
+def factorize_levels(
+    matrix: HMatrix, damping: float, definite: bool = True, keep: bool = True
+) -> Factors:
+    """Factorize A + damping·I over the rows that the tree holds.
+
+    Args:
+        matrix: A.
+        damping: any number.
+        definite: whether it must be positive definite; else it must be regular.
+        keep: whether to keep the factors, or just to see whether there are any.
+
+    Raises:
+        IndefiniteError: it is not.
+    """
+    if keep:
+        require_bytes(
+            stored_floats(matrix) * matrix.dtype.itemsize,
+            matrix.device,
+            f"the factorization of a matrix of N = {matrix.shape[0]}",
+            (
+                "compress with a larger tolerance",
+                "convert the matrix with .to(dtype=torch.float32)",
+            ),
+        )
+    diagonal = matrix.leaves.values.diagonal(dim1=1, dim2=2)
+    largest = float(diagonal.max()) if diagonal.numel() else 0.0
+    floor = _FLOORS[matrix.dtype] * max(largest, abs(damping))
+    run = _Run(matrix, damping, cholesky_inverse if definite else spectral_inverse, floor, keep)
+    levels = []
+    for number, split in enumerate(splits(matrix)):
+        levels.append(run.level(number, split))
+    return Factors(tuple(levels), run.log_determinant, run.num_negative)
+
+
+class _Run:
+    """One factorization under way."""
+
+    def __init__(
+        self,
+        matrix: HMatrix,
+        damping: float,
+        invert: Callable[[Tensor, float], BlockInverse],
+        floor: float,
+        keep: bool,
+    ) -> None:
+        self._matrix, self._damping, self._keep = matrix, damping, keep
+        self._invert, self._floor = invert, floor
+        self._blocks = NodeBlocks()
+        self.log_determinant = 0.0
+        self.num_negative = 0
+
+    def level(self, number: int, split: Split) -> LevelFactor:
+        """Eliminate all nodes of a level."""
+        matrix = self._matrix
+        size_below = int(split.counts.sum())
+        above = NodeBlocks()
+        if number < len(matrix.levels):
+            above.couplings = matrix.levels[number].couplings
+        eliminations = []
+        for group in node_groups(matrix, split, number):
+            if group.rest.numel() or group.skeleton.numel():
+                elimination, schur = self._group(group, split, number == 0, size_below)
+                eliminations.append(elimination)
+                above.schur.append((group.nodes, schur))
+        self._blocks = above
+        size = matrix.levels[number].size if number < len(matrix.levels) else 0
+        return LevelFactor(split, size, size_below, tuple(eliminations))
+
+    def _group(
+        self, group: Basis, split: Split, are_leaves: bool, size_below: int
+    ) -> tuple[Elimination, Tensor]:
+        number, num_rest, rank = group.weights.shape
+        kind = self._matrix.dtype
+        shape = (number, num_rest) if self._keep else (0, num_rest)
+        root, cross = (
+            torch.empty(*shape, columns, dtype=kind, device=group.nodes.device)
+            for columns in (num_rest, rank)
+        )
+        signs: list[Tensor] = []
+        schur = torch.empty(number, rank, rank, dtype=torch.float64, device=group.nodes.device)
+        step = max(1, _BLOCK_FLOATS // max(1, (num_rest + rank) ** 2))
+        for start in range(0, number, step):
+            part = slice(start, start + step)
+            blocks = self._diagonal_blocks(group, part, split, are_leaves)
+            inverse, crossed, schur[part] = eliminate(
+                blocks,
+                group.weights[part].double(),
+                group.rest[part] == size_below,
+                lambda values: self._invert(values, self._floor),
+            )
+            self.log_determinant += inverse.log_determinant
+            if inverse.signs is not None:
+                self.num_negative += int((inverse.signs < 0).sum())
+                signs.append(inverse.signs.to(kind))
+            if self._keep:
+                root[part], cross[part] = inverse.root, crossed
+        elimination = Elimination(
+            group.nodes,
+            group.skeleton,
+            group.rest,
+            group.target,
+            group.weights,
+            root,
+            cross,
+            torch.cat(signs) if signs else None,
+        )
+        return elimination, schur
+
+    def _diagonal_blocks(self, group: Basis, part: slice, split: Split, are_leaves: bool) -> Tensor:
+        """Blocks of nodes in the order skeleton, rest."""
+        nodes = group.nodes[part]
+        if are_leaves:
+            values = self._matrix.leaves.values
+            width = split.widths(nodes)[0]
+            blocks = torch.zeros(
+                nodes.numel(), width + 1, width + 1, dtype=torch.float64, device=nodes.device
+            )
+            blocks[:, :-1, :-1] = values[nodes, :width, :width]
+            blocks.diagonal(dim1=1, dim2=2)[:, :-1].add_(self._damping)
+        else:
+            blocks = self._blocks.of(nodes, split)
+        order = torch.cat([group.skeleton[part], group.rest[part]], 1)
+        return permute(blocks, split.places(nodes, order))

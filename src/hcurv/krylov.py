@@ -1,0 +1,466 @@
+"""Krylov methods on symmetric operators: conjugate gradients and eigenpairs.
+
+An operator is anything with ``shape``, ``dtype`` and ``@``: a `SymmetricOperator` or a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from hcurv.indexing import check_count
+from hcurv.operators import SymmetricOperator
+
+__all__ = ["CGResult", "EigenResult", "cg", "eigsh", "lanczos"]
+
+Preconditioner = Any  # a tensor (N,), an object with ``solve``, or a callable
+
+
+@dataclass(frozen=True)
+class CGResult:
+    """What conjugate gradients found.
+
+    Attributes:
+        solution: (N,) or (N, k), as the right-hand side.
+        converged: whether all columns reached the tolerance.
+        num_iterations: of each column, (k,).
+        residuals: relative residual ‖b − (A + λI)x‖/‖b‖ of each column, computed anew at the end,
+            (k,).
+        history: relative residuals before the first and after each iteration, as the recursion
+            has them, (iterations + 1, k).
+        num_products: products with the operator, each with as many columns as were unfinished.
+        message: how it ended, in words.
+    """
+
+    solution: Tensor
+    converged: bool
+    num_iterations: Tensor
+    residuals: Tensor
+    history: Tensor
+    num_products: int
+    message: str
+
+
+def cg(
+    operator: SymmetricOperator | Tensor,
+    rhs: Tensor,
+    *,
+    damping: float = 0.0,
+    preconditioner: Preconditioner = None,
+    tolerance: float = 1e-6,
+    max_iterations: int = 1000,
+    start: Tensor | None = None,
+    progress: bool = False,
+) -> CGResult:
+    """Solve (A + damping·I) x = b by preconditioned conjugate gradients.
+
+    Many right-hand sides are independent of each other but share products; a column that has
+    converged drops out of them. Inner products accumulate in double precision.
+
+    Args:
+        operator: A, symmetric, A + damping·I positive definite.
+        rhs: b, (N,) or (N, k).
+        damping: λ.
+        preconditioner: a `Factorization` or anything else with a method ``solve``; a tensor (N,),
+            the diagonal of a matrix to divide by; a callable that maps (N, k) to (N, k).
+        tolerance: relative residual to reach.
+        max_iterations: most iterations.
+        start: first guess, of the shape of ``rhs``; zero if None.
+        progress: show a progress bar.
+
+    Returns:
+        The best that was found, converged or not: look at ``converged`` and ``message``.
+    """
+    _check_system(operator, rhs, damping, tolerance)
+    max_iterations = check_count(max_iterations, "max_iterations", least=0)
+    if start is not None and (start.shape != rhs.shape or start.dtype != rhs.dtype):
+        raise ValueError(
+            f"start must be like the right-hand side, {tuple(rhs.shape)} of {rhs.dtype};"
+            f" got {tuple(start.shape)} of {start.dtype}"
+        )
+    precondition = _as_function(preconditioner, rhs)
+    with torch.no_grad():
+        columns = rhs.detach() if rhs.ndim == 2 else rhs.detach()[:, None]
+        first = torch.zeros_like(columns) if start is None else start.detach().view_as(columns)
+        run = _ConjugateGradients(operator, columns, float(damping), precondition, first)
+        with tqdm(total=max_iterations, unit="iteration", disable=not progress) as bar:
+            while run.iterations < max_iterations and run.active.numel():
+                run.step(tolerance)
+                bar.update()
+                bar.set_postfix_str(f"residual {float(run.history[-1].max()):.1e}")
+        residuals = run.true_residuals()
+    # In low precision the recursion may go on falling where the residual cannot.
+    reached = residuals <= 1.01 * tolerance
+    converged = bool(reached.all())
+    return CGResult(
+        run.solution.view_as(rhs),
+        converged,
+        run.counts,
+        residuals,
+        torch.stack(run.history),
+        run.num_products,
+        _describe(run, reached, residuals, tolerance, rhs.dtype),
+    )
+
+
+def _describe(
+    run: _ConjugateGradients, reached: Tensor, residuals: Tensor, tolerance: float, dtype: object
+) -> str:
+    if bool(reached.all()):
+        return f"converged to {tolerance:.1e} in {run.iterations} iterations"
+    worst = f"{int((~reached).sum())} of {reached.numel()} right-hand sides reached only"
+    worst += f" {float(residuals.max()):.1e} of {tolerance:.1e} in {run.iterations} iterations"
+    if bool(run.broken.any()):
+        return f"{worst}: the matrix or the preconditioner is not positive definite"
+    if run.active.numel() == 0:
+        return f"{worst}: this is as far as {dtype} goes; use float64 or a larger damping"
+    return f"{worst}; allow more iterations or use a better preconditioner"
+
+
+class _ConjugateGradients:
+    """The state of an iteration over all columns."""
+
+    def __init__(
+        self,
+        operator: SymmetricOperator | Tensor,
+        rhs: Tensor,
+        damping: float,
+        precondition: Callable[[Tensor], Tensor],
+        start: Tensor,
+    ) -> None:
+        self._operator, self._rhs, self._damping = operator, rhs, damping
+        self._precondition = precondition
+        num_columns = rhs.shape[1]
+        self.num_products = 0
+        self.iterations = 0
+        self.solution = start.clone()
+        self.counts = torch.zeros(num_columns, dtype=torch.long, device=rhs.device)
+        self.broken = torch.zeros(num_columns, dtype=torch.bool, device=rhs.device)
+        self._norms = _norms(rhs)
+        self._safe = torch.where(self._norms > 0, self._norms, 1.0)
+        is_zero = not bool(start.any())
+        residual = rhs.clone() if is_zero else rhs - self._product(start)
+        self._relative = _norms(residual) / self._safe
+        self.history = [self._relative.clone()]
+        self.active = (self._relative > 0).nonzero().squeeze(1)
+        self._residual = residual[:, self.active]
+        self._direction = torch.zeros_like(self._residual)
+        self._previous = torch.ones_like(self._norms[self.active])
+
+    def _product(self, values: Tensor) -> Tensor:
+        self.num_products += 1
+        return torch.add(self._operator @ values, values, alpha=self._damping)
+
+    def step(self, tolerance: float) -> None:
+        """One iteration of all columns that are not done."""
+        done = self._relative[self.active] <= tolerance
+        if bool(done.any()):
+            self._keep(~done)
+            if not self.active.numel():
+                return
+        preconditioned = self._precondition(self._residual)
+        energy = _dots(self._residual, preconditioned)
+        # A column whose numbers break down stops where it is.
+        fine = (energy > 0) & torch.isfinite(energy)
+        if not bool(fine.all()):
+            self.broken[self.active[~fine]] = True
+            preconditioned, energy = preconditioned[:, fine], energy[fine]
+            self._keep(fine)
+            if not self.active.numel():
+                return
+        ratio = energy / self._previous if self.iterations else torch.zeros_like(energy)
+        self._direction.mul_(ratio.to(self._direction.dtype)).add_(preconditioned)
+        product = self._product(self._direction)
+        curvature = _dots(self._direction, product)
+        fine = (curvature > 0) & torch.isfinite(curvature)
+        length = torch.where(fine, energy / curvature, 0.0).to(product.dtype)
+        self.solution[:, self.active] += self._direction * length
+        self._residual.sub_(product.mul_(length))
+        self._previous = energy
+        self.iterations += 1
+        self.counts[self.active] = self.iterations
+        self._relative[self.active] = _norms(self._residual) / self._safe[self.active]
+        self.history.append(self._relative.clone())
+        if not bool(fine.all()):
+            self.broken[self.active[~fine]] = True
+            self._keep(fine)
+        self._keep(self._relative[self.active] > tolerance)
+
+    def _keep(self, which: Tensor) -> None:
+        if bool(which.all()):
+            return
+        self.active = self.active[which]
+        self._residual = self._residual[:, which]
+        self._direction = self._direction[:, which]
+        self._previous = self._previous[which]
+
+    def true_residuals(self) -> Tensor:
+        return _norms(self._rhs - self._product(self.solution)) / self._safe
+
+
+def _norms(values: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(values, dim=0, dtype=torch.float64)
+    return norms
+
+
+def _dots(left: Tensor, right: Tensor) -> Tensor:
+    dots: Tensor = torch.linalg.vecdot(left.double(), right.double(), dim=0)
+    return dots
+
+
+def _check_system(
+    operator: SymmetricOperator | Tensor, rhs: Tensor, damping: float, tolerance: float
+) -> None:
+    size = operator.shape[0]
+    if not isinstance(rhs, Tensor) or rhs.ndim not in (1, 2) or rhs.shape[0] != size:
+        given = tuple(rhs.shape) if isinstance(rhs, Tensor) else type(rhs).__name__
+        raise ValueError(
+            f"the right-hand side must be a tensor of shape ({size},) or ({size}, k); got {given}"
+        )
+    if rhs.dtype != operator.dtype:
+        raise TypeError(
+            f"the right-hand side must be {operator.dtype}, like the operator; got {rhs.dtype}"
+        )
+    if not math.isfinite(damping):
+        raise ValueError(f"damping must be a finite number; got {damping}")
+    if not tolerance > 0:
+        raise ValueError(f"tolerance must be positive; got {tolerance}")
+    if not bool(torch.isfinite(rhs).all()):
+        raise ValueError("the right-hand side has entries that are NaN or infinite")
+
+
+def _as_function(preconditioner: Preconditioner, rhs: Tensor) -> Callable[[Tensor], Tensor]:
+    """A preconditioner of any kind as a function of (N, k)."""
+    if preconditioner is None:
+        return lambda values: values
+    if isinstance(preconditioner, Tensor):
+        if preconditioner.shape != rhs.shape[:1]:
+            raise ValueError(
+                f"a diagonal preconditioner must have shape ({rhs.shape[0]},);"
+                f" got {tuple(preconditioner.shape)}"
+            )
+        if not bool((preconditioner > 0).all()):
+            raise ValueError("a diagonal preconditioner must be positive (add the damping to it)")
+        scale = preconditioner.detach().to(rhs)[:, None]
+        return lambda values: values / scale
+    solve = getattr(preconditioner, "solve", preconditioner)
+    if not callable(solve):
+        raise TypeError(
+            "a preconditioner must be a Factorization (or have a method solve), a tensor (N,) or"
+            f" a callable; got {type(preconditioner).__name__}"
+        )
+    shape = getattr(preconditioner, "shape", None)
+    if shape is not None and tuple(shape) != (rhs.shape[0], rhs.shape[0]):
+        raise ValueError(
+            f"the preconditioner must have shape ({rhs.shape[0]}, {rhs.shape[0]});"
+            f" got {tuple(shape)}"
+        )
+    kind = getattr(preconditioner, "dtype", rhs.dtype)
+    return lambda values: solve(values.to(kind)).to(values.dtype)
+
+
+@dataclass(frozen=True)
+class EigenResult:
+    """Eigenpairs.
+
+    Attributes:
+        values: in ascending order, (k,), double precision.
+        vectors: unit vectors, (N, k).
+        residuals: ‖A v − θ v‖ of each, (k,).
+    """
+
+    values: Tensor
+    vectors: Tensor
+    residuals: Tensor
+
+
+def eigsh(
+    operator: SymmetricOperator,
+    k: int = 6,
+    *,
+    which: Literal["largest", "smallest"] = "largest",
+    near: float | None = None,
+    factorization: Any = None,
+    method: Literal["lanczos", "lobpcg"] = "lanczos",
+    tolerance: float = 0.0,
+    max_iterations: int | None = None,
+    seed: int = 0,
+) -> EigenResult:
+    """A few eigenpairs of an operator, by SciPy's ARPACK or LOBPCG.
+
+    Args:
+        operator: any `SymmetricOperator`.
+        k: number of eigenpairs, less than N.
+        which: the algebraically largest or smallest.
+        near: find the eigenvalues nearest to this number instead, by shift-invert.
+        factorization: of ``operator`` + λI, with any λ at which it is regular. With it the smallest
+            eigenvalues converge in a few steps ("lanczos": shift-invert at −λ; "lobpcg":
+            preconditioner). With ``near``, λ must be −near; an `HMatrix` makes its own.
+        method: "lanczos" (ARPACK) or "lobpcg".
+        tolerance: relative; "lanczos": of the eigenvalues, "lobpcg": of the residuals. 0 for the
+            precision of the operator and its square root.
+        max_iterations: of the method; None for its default.
+        seed: of the first vectors.
+
+    Raises:
+        RuntimeError: it did not converge; the message says what to try.
+    """
+    k = check_count(k, "k")
+    size = operator.shape[0]
+    if which not in ("largest", "smallest"):
+        raise ValueError(f'which must be "largest" or "smallest"; got {which!r}')
+    if method not in ("lanczos", "lobpcg"):
+        raise ValueError(f'method must be "lanczos" or "lobpcg"; got {method!r}')
+    if k >= size:
+        raise ValueError(
+            f"k must be less than N = {size}; got {k} (for all eigenpairs use"
+            " torch.linalg.eigh(A.to_dense()))"
+        )
+    generator = np.random.default_rng(seed)
+    if method == "lobpcg":
+        if near is not None:
+            raise ValueError('near works with method="lanczos" only')
+        values, vectors = _lobpcg(
+            operator, k, which, factorization, tolerance, max_iterations, generator
+        )
+    else:
+        values, vectors = _arpack(
+            operator, k, which, near, factorization, tolerance, max_iterations, generator
+        )
+    order = np.argsort(values)
+    found = torch.as_tensor(np.ascontiguousarray(vectors[:, order])).to(
+        operator.device, operator.dtype
+    )
+    thetas = torch.as_tensor(np.ascontiguousarray(values[order]), device=operator.device).double()
+    errors = _norms((operator @ found).double() - found.double() * thetas)
+    return EigenResult(thetas, found, errors)
+
+
+def _arpack(
+    operator: SymmetricOperator,
+    k: int,
+    which: str,
+    near: float | None,
+    factorization: Any,
+    tolerance: float,
+    max_iterations: int | None,
+    generator: np.random.Generator,
+) -> tuple[np.ndarray, np.ndarray]:
+    from scipy.sparse.linalg import ArpackNoConvergence
+    from scipy.sparse.linalg import eigsh as arpack
+
+    linear = operator.to_scipy()
+    options: dict[str, Any] = {"which": "LA" if which == "largest" else "SA"}
+    if near is not None and factorization is None:
+        if not hasattr(operator, "factorize"):
+            raise ValueError(
+                f"eigenvalues near {near} need a factorization: compress the matrix"
+                " (hcurv.compress) and ask for those of the compressed one"
+            )
+        factorization = operator.factorize(-near, definite=False)
+    if factorization is not None and (near is not None or which == "smallest"):
+        shift = -factorization.damping
+        if near is not None and not math.isclose(shift, near, rel_tol=1e-6, abs_tol=1e-30):
+            raise ValueError(
+                f"the factorization must have damping {-near}; got {factorization.damping}"
+            )
+        # Eigenvalues nearest to the shift; below the spectrum these are the smallest.
+        options = {"sigma": shift, "OPinv": factorization.to_scipy(), "which": "LM"}
+    first = generator.standard_normal(operator.shape[0]).astype(linear.dtype)
+    try:
+        values, vectors = arpack(
+            linear, k=k, v0=first, tol=tolerance, maxiter=max_iterations, **options
+        )
+    except ArpackNoConvergence as error:
+        raise RuntimeError(
+            f"{len(error.eigenvalues)} of {k} eigenvalues converged in {max_iterations or 'all'}"
+            " iterations. Allow more iterations, a larger tolerance, or pass a factorization for"
+            " small eigenvalues"
+        ) from error
+    return values, vectors
+
+
+def _lobpcg(
+    operator: SymmetricOperator,
+    k: int,
+    which: str,
+    factorization: Any,
+    tolerance: float,
+    max_iterations: int | None,
+    generator: np.random.Generator,
+) -> tuple[np.ndarray, np.ndarray]:
+    from scipy.sparse.linalg import lobpcg
+
+    linear = operator.to_scipy()
+    if 5 * k > operator.shape[0]:
+        raise ValueError(
+            f'method="lobpcg" needs N ≥ 5k; got N = {operator.shape[0]}, k = {k} (use "lanczos")'
+        )
+    first = generator.standard_normal((operator.shape[0], k)).astype(linear.dtype)
+    # LOBPCG compares residuals, whose squares are the errors of eigenvalues.
+    relative = tolerance or float(np.finfo(linear.dtype).eps) ** 0.5
+    values, vectors = lobpcg(
+        linear,
+        first,
+        M=None if factorization is None else factorization.to_scipy(),
+        largest=which == "largest",
+        tol=relative * float(operator.diagonal().abs().max()),
+        maxiter=200 if max_iterations is None else max_iterations,
+    )[:2]
+    return values, vectors
+
+
+def lanczos(
+    product: Callable[[Tensor], Tensor],
+    size: int,
+    num_steps: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Ritz pairs of a symmetric operator after some steps, with full reorthogonalization.
+
+    Args:
+        product: of the operator with a vector (N,).
+        size: N.
+        num_steps: at most N are made.
+        dtype: of vectors.
+        device: of vectors.
+        seed: of the first vector.
+
+    Returns:
+        Values in ascending order, vectors (N, k), and residual norms, in double precision but the
+        vectors. An eigenvalue lies within the residual of each value.
+    """
+    num_steps = min(num_steps, size)
+    generator = torch.Generator().manual_seed(seed)
+    vector = torch.randn(size, dtype=dtype, generator=generator).to(device)
+    basis = torch.zeros(num_steps, size, dtype=dtype, device=device)
+    diagonal: list[float] = []
+    beside: list[float] = []
+    vector /= vector.norm()
+    for step in range(num_steps):
+        basis[step] = vector
+        image = product(vector)
+        diagonal.append(float(_dots(image, vector)))
+        for _ in range(2):  # once is not always enough
+            image = image - basis[: step + 1].T @ (basis[: step + 1] @ image)
+        beside.append(float(image.norm()))
+        if beside[-1] <= torch.finfo(dtype).eps * max(map(abs, diagonal)):
+            break
+        vector = image / beside[-1]
+    count = len(diagonal)
+    projected = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
+    off = torch.tensor(beside[: count - 1], dtype=torch.float64)
+    projected += torch.diag(off, 1) + torch.diag(off, -1)
+    values, mixing = torch.linalg.eigh(projected)
+    residuals = (beside[-1] * mixing[-1]).abs()
+    vectors = basis[:count].T @ mixing.to(basis)
+    return values.to(device), vectors, residuals.to(device)
