@@ -16,7 +16,9 @@ def test_the_first_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(example.strip().splitlines()) <= 12
     scope: dict[str, object] = {}
     exec(compile(example, "README.md", "exec"), scope)
-    assert "(387, 387)" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "(387, 387)" in printed
+    assert "torch.Size([10, 387])" in printed
     assert scope["v"].shape == (387,)  # type: ignore[attr-defined]
     assert scope["A"].estimated_error <= 2e-2  # type: ignore[attr-defined]
 

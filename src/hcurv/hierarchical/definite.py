@@ -15,6 +15,7 @@ doubled the error of rough compressions.)
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ _FRACTION = 0.5  # of a damping that has to suffice
 _ROUNDS = 8
 _FIRST_STEPS, _STEPS = 60, 48  # of Lanczos with A, with its inverse
 _MARGIN, _GROWTH = 1.05, 1.5  # of an estimate, and for the next trial
+_CLOSER = 1.3  # times the smallest eigenvalue: a shift that is safe and near
 _CONVERGED = 0.1  # residual of an eigenvector that is used, relative
 
 
@@ -55,10 +57,7 @@ def least_damping(matrix: HMatrix) -> tuple[float, float]:
         return 0.0, _resolution(matrix)
     safe = _safe_damping(matrix)
     lowest = float(_lowest_pairs(matrix, safe)[0][0])
-    damping = max(-_MARGIN * lowest, _resolution(matrix))
-    while damping < safe and not is_definite(matrix, damping):
-        damping *= _GROWTH
-    return lowest, min(damping, safe)
+    return lowest, _tried(matrix, lowest, safe)
 
 
 def make_definite(matrix: HMatrix, damping: float) -> HMatrix:
@@ -72,31 +71,38 @@ def make_definite(matrix: HMatrix, damping: float) -> HMatrix:
     if is_definite(matrix, allowed):
         return matrix
     safe = _safe_damping(matrix)
+    lowest = -safe
     for number in range(_ROUNDS):
         values, vectors = _lowest_pairs(matrix, safe, seed=number)
+        lowest = float(values[0])
         lacking = values < -0.9 * allowed
         if not bool(lacking.any()):
             break
         matrix = _lift(matrix, -values[lacking], vectors[:, lacking])
         if is_definite(matrix, allowed):
             return matrix
-        # The closer to the spectrum, the faster Lanczos finds its end.
-        closer = max(-_GROWTH * float(values[lacking][-1]), 2 * allowed)
-        if closer < safe and is_definite(matrix, closer):
-            safe = closer
-    _, needed = least_damping(matrix)
-    shift = max(0.0, needed - allowed)
+        # The closer to the spectrum, the faster Lanczos finds its end, which was just lifted.
+        safe = min(safe, max(-_CLOSER * lowest, 2 * allowed))
+    shift = max(0.0, _tried(matrix, lowest, safe) - allowed)
     leaves = matrix.leaves.values.clone()
     is_row = matrix.leaves.rows < matrix.tree.num_kept
     leaves.diagonal(dim1=1, dim2=2).add_(shift * is_row)
     return matrix.with_leaves(replace(matrix.leaves, values=leaves))
 
 
+def _tried(matrix: HMatrix, lowest: float, safe: float) -> float:
+    """A damping that works, for an estimate of the smallest eigenvalue and a damping that does."""
+    damping = max(-_MARGIN * lowest, _resolution(matrix))
+    while damping < safe and not is_definite(matrix, damping):
+        damping *= _GROWTH
+    return min(damping, safe)
+
+
 def _resolution(matrix: HMatrix) -> float:
     """The smallest damping that makes a difference."""
     kind = torch.finfo(matrix.dtype)
     largest = float(matrix.diagonal().max()) if matrix.tree.num_kept else 0.0
-    return max(float(kind.eps) * largest, float(kind.tiny) ** 0.5)
+    return max(float(kind.eps) * largest, math.sqrt(kind.tiny))
 
 
 def _safe_damping(matrix: HMatrix) -> float:
