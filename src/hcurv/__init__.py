@@ -1,7 +1,8 @@
 """hcurv: the Gauss-Newton Hessian of a PyTorch network as a matrix that can be used."""
 
-from hcurv import losses
+from hcurv import baselines, losses
 from hcurv.cluster_tree import ClusterTree
+from hcurv.comparison import ComparedMethod, Comparison, compare
 from hcurv.gauss_newton import GaussNewton
 from hcurv.hierarchical import (
     CompressionWarning,
@@ -25,6 +26,8 @@ __version__ = "0.1.0"
 __all__ = [
     "CGResult",
     "ClusterTree",
+    "ComparedMethod",
+    "Comparison",
     "CompressionWarning",
     "EigenResult",
     "EntrySource",
@@ -39,7 +42,9 @@ __all__ = [
     "SamplingError",
     "SymmetricOperator",
     "UnsupportedModelError",
+    "baselines",
     "cg",
+    "compare",
     "compress",
     "eigsh",
     "gauss_newton_step",

@@ -175,6 +175,30 @@ class GaussNewton(SymmetricOperator):
     def _matmat(self, rhs: Tensor) -> Tensor:
         return products.product(self._factors, rhs, self._workspace)
 
+    def root_product(self, rhs: Tensor) -> Tensor:
+        """S @ rhs with the tall root S = RJ of H = SᵀS: (N, k) to (n·q, k), point by point.
+
+        These are linearised forward passes, weighted by the loss.
+        """
+        self._check_vectors(rhs)
+        with torch.no_grad():
+            columns = rhs.detach() if rhs.ndim == 2 else rhs.detach()[:, None]
+            result = products.root_product(self._factors, columns, self._workspace)
+        return result if rhs.ndim == 2 else result.squeeze(1)
+
+    def root_transposed(self, values: Tensor) -> Tensor:
+        """Sᵀ @ values, (n·q, k) to (N, k): backward passes."""
+        rows = self.num_points * self._factors.jacobian.num_rows
+        if values.ndim not in (1, 2) or values.shape[0] != rows or values.dtype != self.dtype:
+            raise ValueError(
+                f"values must have shape ({rows},) or ({rows}, k) and be {self.dtype};"
+                f" got {tuple(values.shape)} of {values.dtype}"
+            )
+        with torch.no_grad():
+            columns = values.detach() if values.ndim == 2 else values.detach()[:, None]
+            result = products.root_transposed(self._factors, columns, self._workspace)
+        return result if values.ndim == 2 else result.squeeze(1)
+
     def diagonal(self) -> Tensor:
         """All N diagonal entries, exactly."""
         return products.diagonal(self._factors, self._workspace)

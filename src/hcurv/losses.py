@@ -8,6 +8,7 @@ three. Torch's loss modules are translated by `as_loss`; a convex loss of your o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -67,12 +68,34 @@ class Loss(ABC):
             " to use GaussNewton.gradient"
         )
 
+    def sample_gradient(
+        self, outputs: Tensor, targets: Tensor | None, generator: torch.Generator
+    ) -> Tensor:
+        """A random gradient per point whose covariance is the Hessian, (b, d).
+
+        Where the loss is the negative log-likelihood of a distribution, it is the gradient for a
+        target drawn from that distribution; in general (and for squared errors, where it is the
+        same) it is Rᵀε with Gaussian ε.
+        """
+        root = self.hessian_sqrt(outputs, targets)
+        noise = torch.randn(
+            root.shape[:2], dtype=root.dtype, device=generator.device, generator=generator
+        ).to(root.device)
+        if root.ndim == 2:
+            return root * noise
+        return torch.bmm(noise[:, None], root).squeeze(1)
+
     def divisor(self, num_points: int, num_outputs: int, targets: Tensor | None) -> float:
         """The share of one batch in what "mean" divides by; shares add up over batches."""
         return float(num_points)
 
     def check_targets(self, outputs_shape: tuple[int, int], targets: Tensor) -> None:  # noqa: B027
         """Raise a clear error if ``targets`` cannot belong to outputs of this shape."""
+
+
+def _uniform(like: Tensor, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    numbers = torch.rand(shape, dtype=like.dtype, device=generator.device, generator=generator)
+    return numbers.to(like.device)
 
 
 def _check_same_shape(outputs_shape: tuple[int, int], targets: Tensor) -> None:
@@ -170,6 +193,14 @@ class BinaryCrossEntropy(Loss):
             positive = positive * self.pos_weight.to(outputs)
         return factor * torch.sigmoid(outputs) - positive
 
+    def sample_gradient(
+        self, outputs: Tensor, targets: Tensor | None, generator: torch.Generator
+    ) -> Tensor:
+        """√(w·(p·y + 1 − y))·(σ − y') with y' drawn with probability σ."""
+        chances = torch.sigmoid(outputs)
+        draws = _uniform(outputs, outputs.shape, generator) < chances
+        return self._factors(outputs, targets).sqrt() * (chances - draws.to(outputs))
+
     def divisor(self, num_points: int, num_outputs: int, targets: Tensor | None) -> float:
         """Number of output values."""
         return float(num_points * num_outputs)
@@ -238,6 +269,18 @@ class CrossEntropy(Loss):
         """a·p − t."""
         wanted = self._probabilities(outputs, targets)
         return wanted.sum(1, keepdim=True) * torch.softmax(outputs, dim=1) - wanted
+
+    def sample_gradient(
+        self, outputs: Tensor, targets: Tensor | None, generator: torch.Generator
+    ) -> Tensor:
+        """√a·(p − e_y') with the class y' drawn with probability p."""
+        chances = torch.softmax(outputs, dim=1)
+        draws = _uniform(outputs, (outputs.shape[0], 1), generator)
+        labels = (chances.cumsum(1) < draws).sum(1, keepdim=True).clamp_(max=outputs.shape[1] - 1)
+        result = chances.scatter_add(1, labels, -torch.ones_like(draws))
+        if targets is not None:
+            result = result * self._probabilities(outputs, targets).sum(1, keepdim=True).sqrt()
+        return result
 
     def divisor(self, num_points: int, num_outputs: int, targets: Tensor | None) -> float:
         """Total class weight of the points that count (their number, without class weights)."""

@@ -47,6 +47,10 @@ class NarrowJacobian(OutputJacobian):
 
     def apply_normal(self, parts: UnitParts, points: slice) -> None:
         """y = Cu, then z = Cᵀy."""
+        self.backward(parts, points, self.forward(parts, points))
+
+    def forward(self, parts: UnitParts, points: slice) -> Tensor:
+        """Sum over the units."""
         num_points = points.stop - points.start
         outputs = self.factor.new_zeros(num_points, self.num_rows, parts.num_columns)
         for units in parts.hidden:
@@ -55,12 +59,20 @@ class NarrowJacobian(OutputJacobian):
             rows = self._tail_rows(units)
             scaled = parts.read(units) * self._tail(rows, points)[:, :, None]
             outputs[:, rows] += scaled.transpose(0, 1)
+        return outputs
+
+    def backward(self, parts: UnitParts, points: slice, outputs: Tensor) -> None:
+        """Unit by unit."""
         for units in parts.hidden:
             parts.write(units, expand(self.factor[units, :, points], outputs))
         for units in parts.tail:
             rows = self._tail_rows(units)
             scaled = outputs[:, rows].transpose(0, 1) * self._tail(rows, points)[:, :, None]
             parts.write(units, scaled)
+
+    def hidden_columns(self, units: slice, points: slice) -> Tensor:
+        """As they are stored."""
+        return self.factor[units, :, points]
 
     def columns(self, units: Tensor, points: slice) -> Tensor:
         """C_i[:, μ] of some hidden units, (units, q, b), a copy."""

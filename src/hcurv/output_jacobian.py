@@ -104,6 +104,18 @@ class OutputJacobian(ABC):
         """z = CᵀCu at some points: reads u and writes z part by part."""
 
     @abstractmethod
+    def forward(self, parts: UnitParts, points: slice) -> Tensor:
+        """y = Cu at some points, (b, q, k): reads u part by part."""
+
+    @abstractmethod
+    def backward(self, parts: UnitParts, points: slice, outputs: Tensor) -> None:
+        """z = Cᵀy at some points, y of shape (b, q, k): writes z part by part."""
+
+    @abstractmethod
+    def hidden_columns(self, units: slice, points: slice) -> Tensor:
+        """C_i[:, μ] of a range of hidden units, (units, q, b)."""
+
+    @abstractmethod
     def hidden_gram(
         self, first: Tensor | int, second: Tensor, points: slice, scratch: Tensor | None = None
     ) -> Tensor:

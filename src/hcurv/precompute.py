@@ -23,7 +23,15 @@ from hcurv.network import Network
 from hcurv.output_jacobian import OutputJacobian
 from hcurv.wide_jacobian import WideJacobian
 
-__all__ = ["FactorPlan", "check_targets", "compute_factors", "loss_scale", "plan_factors"]
+__all__ = [
+    "FactorPlan",
+    "ForwardPass",
+    "check_targets",
+    "compute_factors",
+    "forward_pass",
+    "loss_scale",
+    "plan_factors",
+]
 
 # Points propagated at a time, at most: more fill no larger matrix products, only more memory.
 _BATCH_SIZE = 512
@@ -170,7 +178,7 @@ def _scale_columns(factor: Tensor, slopes: Tensor | None) -> Tensor:
     return factor if slopes is None else factor * slopes.T[:, None, :]
 
 
-def _fill(storage: _Storage, network: Network, root: Tensor, batch: _ForwardPass) -> None:
+def _fill(storage: _Storage, network: Network, root: Tensor, batch: ForwardPass) -> None:
     """Store the factors of one batch, from R_i, inputs and slopes: C^{ℓ-1} = C^ℓ W_ℓ M^{ℓ-1}."""
     plan, points = storage.plan, batch.points
     for slot in plan.slots:
@@ -229,7 +237,7 @@ def _fill_gram(storage: _Storage, head: Tensor, tail: Tensor, points: slice) -> 
 
 
 @dataclass(frozen=True)
-class _ForwardPass:
+class ForwardPass:
     """Inputs x^{ℓ-1} and slopes (the diagonal of M^ℓ) of every layer for one batch."""
 
     points: slice
@@ -238,7 +246,7 @@ class _ForwardPass:
     outputs: Tensor
 
 
-def _forward(network: Network, inputs: Tensor, start: int) -> _ForwardPass:
+def forward_pass(network: Network, inputs: Tensor, start: int) -> ForwardPass:
     """Step (a) of the gradient evaluation in the paper's Table 1, with slopes."""
     current = network.prepare_inputs(inputs)
     layer_inputs, slopes = [], []
@@ -251,7 +259,7 @@ def _forward(network: Network, inputs: Tensor, start: int) -> _ForwardPass:
             f"the network's outputs are NaN or infinite at points {start} to"
             f" {start + inputs.shape[0] - 1}: its weights or the inputs are too large"
         )
-    return _ForwardPass(slice(start, start + inputs.shape[0]), layer_inputs, slopes, current)
+    return ForwardPass(slice(start, start + inputs.shape[0]), layer_inputs, slopes, current)
 
 
 def _loss_root(loss: Loss, outputs: Tensor, targets: Tensor | None) -> Tensor:
@@ -297,7 +305,7 @@ def compute_factors(
     """
     targets = survey.targets
     sample = survey.first_inputs[:1]
-    root = _loss_root(loss, _forward(network, sample, 0).outputs, _part(targets, slice(0, 1)))
+    root = _loss_root(loss, forward_pass(network, sample, 0).outputs, _part(targets, slice(0, 1)))
     plan = plan_factors(network, survey.num_points, root.shape[1], diagonal=root.ndim == 2)
     require_bytes(
         plan.num_floats * network.dtype.itemsize + workspace,
@@ -312,7 +320,7 @@ def compute_factors(
     start = 0
     for inputs, _ in batches.reread(survey):
         for part in inputs.split(batch_size):
-            batch = _forward(network, part, start)
+            batch = forward_pass(network, part, start)
             root = _loss_root(loss, batch.outputs, _part(targets, batch.points))
             _fill(storage, network, root * math.sqrt(scale), batch)
             start = batch.points.stop

@@ -21,7 +21,7 @@ from hcurv.losses import Loss
 from hcurv.network import Network
 from hcurv.output_jacobian import FEW_COLUMNS
 
-__all__ = ["diagonal", "gradient", "product"]
+__all__ = ["diagonal", "gradient", "product", "root_product", "root_transposed"]
 
 # Fewer points per pass, and reading the operands outweighs the arithmetic; more, and the
 # temporaries of a few units fill the caches.
@@ -36,7 +36,8 @@ def product(factors: LayerFactors, rhs: Tensor, workspace: int) -> Tensor:
     """H @ rhs for rhs of shape (N, k), within ``workspace`` bytes of temporary memory."""
     rhs = rhs.contiguous()
     result = torch.empty_like(rhs)  # written by the first points, added to by the others
-    num_columns, num_points = _steps(factors, rhs.shape[1], workspace)
+    rows = factors.jacobian.tensors[0].shape[1]
+    num_columns, num_points = _steps(factors, rhs.shape[1], workspace, rows)
     for columns in _ranges(slice(0, rhs.shape[1]), num_columns):
         for points in _point_slices(factors.num_points, num_points):
             parts = _ProductParts(factors, rhs[:, columns], result[:, columns], points, workspace)
@@ -44,11 +45,45 @@ def product(factors: LayerFactors, rhs: Tensor, workspace: int) -> Tensor:
     return result
 
 
-def _steps(factors: LayerFactors, num_columns: int, workspace: int) -> tuple[int, int]:
-    """Columns and points to take at a time so that temporaries fit into the workspace."""
+def root_product(factors: LayerFactors, rhs: Tensor, workspace: int) -> Tensor:
+    """S @ rhs for rhs of shape (N, k), where H = SᵀS and S = RJ, point by point: (n·q, k)."""
+    rhs = rhs.contiguous()
+    rows = factors.jacobian.num_rows
+    result = rhs.new_empty(factors.num_points, rows, rhs.shape[1])
+    if rhs.shape[1] == 0:
+        return result.flatten(0, 1)
+    num_columns, num_points = _steps(factors, rhs.shape[1], workspace, rows)
+    for columns in _ranges(slice(0, rhs.shape[1]), num_columns):
+        for points in _point_slices(factors.num_points, num_points):
+            part = rhs[:, columns]
+            parts = _ProductParts(factors, part, part, points, workspace)
+            result[points, :, columns] = factors.jacobian.forward(parts, points)
+    return result.flatten(0, 1)
+
+
+def root_transposed(factors: LayerFactors, values: Tensor, workspace: int) -> Tensor:
+    """Sᵀ @ values for values of shape (n·q, k): (N, k)."""
+    outputs = values.reshape(factors.num_points, factors.jacobian.num_rows, values.shape[1])
+    result = values.new_empty(factors.num_parameters, outputs.shape[2])
+    if outputs.shape[2] == 0:
+        return result
+    rows = factors.jacobian.num_rows
+    num_columns, num_points = _steps(factors, outputs.shape[2], workspace, rows)
+    for columns in _ranges(slice(0, outputs.shape[2]), num_columns):
+        for points in _point_slices(factors.num_points, num_points):
+            part = result[:, columns]
+            parts = _ProductParts(factors, part, part, points, workspace)
+            factors.jacobian.backward(parts, points, outputs[points, :, columns].contiguous())
+    return result
+
+
+def _steps(factors: LayerFactors, num_columns: int, workspace: int, rows: int) -> tuple[int, int]:
+    """Columns and points to take at a time so that temporaries fit into the workspace.
+
+    ``rows`` is what there is of each point and column at a time.
+    """
     # A quarter for the outputs y, as much for their copies, the rest for parts and slack.
     budget = max(1, workspace // (4 * factors.inputs.dtype.itemsize))
-    rows = factors.jacobian.tensors[0].shape[1]
     points = min(factors.num_points, _MIN_POINTS)
     columns = min(num_columns, _MAX_COLUMNS, max(FEW_COLUMNS, budget // (rows * points)))
     return columns, max(1, min(budget // (rows * columns), _MAX_POINTS))

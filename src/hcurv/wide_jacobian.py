@@ -75,6 +75,34 @@ class WideJacobian(OutputJacobian):
         for units in parts.hidden:
             parts.write(units, expand(self.interface[units, :, points], returned))
 
+    def forward(self, parts: UnitParts, points: slice) -> Tensor:
+        """y = c(W_L s + u_L) with s = Bu."""
+        num_points, num_columns = points.stop - points.start, parts.num_columns
+        reached = self.head.new_zeros(num_points, self.head.shape[1], num_columns)
+        for units in parts.hidden:
+            contract(self.interface[units, :, points], parts.read(units), reached)
+        outputs = torch.matmul(self.head, reached)
+        for units in parts.tail:
+            rows = self._tail_rows(units)
+            if self.tail_trainable:
+                outputs[:, rows] += parts.read(units).transpose(0, 1)
+        return outputs.mul_(self.tail[:, points].T[:, :, None])
+
+    def backward(self, parts: UnitParts, points: slice, outputs: Tensor) -> None:
+        """z_L = cy and z = Bᵀ W_Lᵀ z_L."""
+        scaled = outputs * self.tail[:, points].T[:, :, None]
+        if self.tail_trainable:
+            for units in parts.tail:
+                parts.write(units, scaled[:, self._tail_rows(units)].transpose(0, 1).contiguous())
+        returned = torch.matmul(self.head.T, scaled)
+        for units in parts.hidden:
+            parts.write(units, expand(self.interface[units, :, points], returned))
+
+    def hidden_columns(self, units: slice, points: slice) -> Tensor:
+        """diag(c) W_L B."""
+        through = torch.matmul(self.head, self.interface[units, :, points])
+        return through.mul_(self.tail[:, points])
+
     def hidden_gram(
         self, first: Tensor | int, second: Tensor, points: slice, scratch: Tensor | None = None
     ) -> Tensor:

@@ -1,0 +1,213 @@
+"""Global low rank, H ≈ V Λ Vᵀ: the paper's RSVD (§4.3), and its symmetric variant.
+
+The paper sketches the Jacobian S = RJ, H = SᵀS, with linearised forward and backward passes: Q
+spans the range of SΩ, and the singular vectors of QᵀS are the eigenvectors. The symmetric variant
+(Nyström) sketches H itself, Y = HΩ, H ≈ Y (ΩᵀY)⁻¹ Yᵀ (Tropp, Yurtsever, Udell, Cevher 2017), at the
+same number of passes, and needs nothing but products.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from hcurv.indexing import check_count
+from hcurv.memory import require_bytes
+from hcurv.operators import SymmetricOperator
+
+__all__ = ["LowRank"]
+
+
+class LowRank(SymmetricOperator):
+    """The leading eigenpairs of a positive semi-definite matrix, by random sketches.
+
+    Args:
+        source: any `SymmetricOperator` or dense tensor; ``method="jacobian"`` needs a
+            `GaussNewton`.
+        rank: number of eigenpairs, at most N.
+        method: "symmetric" (sketch of H) or "jacobian" (the paper's, sketch of J).
+        oversampling: further columns of the sketch.
+        power_iterations: further rounds of products, each of which sharpens the spectrum.
+        seed: of the sketch.
+
+    Attributes:
+        values: eigenvalues, descending, (r,), r ≤ rank: those that are zero are left out.
+        vectors: orthonormal eigenvectors, (N, r).
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        rank: int,
+        *,
+        method: Literal["symmetric", "jacobian"] = "symmetric",
+        oversampling: int = 10,
+        power_iterations: int = 0,
+        seed: int = 0,
+    ) -> None:
+        size = source.shape[0]
+        rank = check_count(rank, "rank", least=0, most=size)
+        oversampling = check_count(oversampling, "oversampling", least=0)
+        power_iterations = check_count(power_iterations, "power_iterations", least=0)
+        if method not in ("symmetric", "jacobian"):
+            raise ValueError(f'method must be "symmetric" or "jacobian"; got {method!r}')
+        if method == "jacobian" and not hasattr(source, "root_product"):
+            raise ValueError(
+                'method="jacobian" needs a GaussNewton; for other matrices use method="symmetric"'
+            )
+        width = min(size, rank + oversampling)
+        self._device: torch.device = source.device
+        self._dtype: torch.dtype = source.dtype
+        require_bytes(
+            4 * size * width * self._dtype.itemsize,
+            self._device,
+            f"a sketch of {width} columns of a matrix of N = {size}",
+            ("choose a smaller rank",),
+        )
+        generator = torch.Generator().manual_seed(seed)
+        start = torch.randn(size, width, dtype=self._dtype, generator=generator).to(self._device)
+        with torch.no_grad():
+            run = _nystrom if method == "symmetric" else _jacobian
+            values, vectors = run(source, start, power_iterations)
+        self.values = values[:rank]
+        self.vectors = vectors[:, :rank].contiguous()
+
+    def __repr__(self) -> str:
+        """Size and rank in one line."""
+        return f"LowRank(N={self.shape[0]}, rank={self.values.numel()}, dtype={self.dtype})"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(N, N)``."""
+        return (self.vectors.shape[0], self.vectors.shape[0])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the stored values."""
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the values are stored."""
+        return self._device
+
+    @property
+    def num_stored(self) -> int:
+        """r (N + 1) floats."""
+        return self.vectors.numel() + self.values.numel()
+
+    def diagonal(self) -> Tensor:
+        """The N diagonal entries."""
+        return self.vectors.square() @ self.values
+
+    def _matmat(self, rhs: Tensor) -> Tensor:
+        return self._apply(self.values, rhs)
+
+    def _apply(self, values: Tensor, rhs: Tensor) -> Tensor:
+        scale = values if rhs.ndim == 1 else values[:, None]
+        return self.vectors @ (scale * (self.vectors.T @ rhs))
+
+    def solve(self, rhs: Tensor, damping: float) -> Tensor:
+        """(VΛVᵀ + damping·I)⁻¹ rhs, rhs (N,) or (N, k)."""
+        self._check_vectors(rhs)
+        damping = _check_damping(damping)
+        # 1/(λ + Λ) − 1/λ on the eigenvectors, 1/λ everywhere.
+        change = -self.values / ((self.values + damping) * damping)
+        with torch.no_grad():
+            return rhs / damping + self._apply(change, rhs)
+
+    def logdet(self, damping: float) -> Tensor:
+        """log det(VΛVᵀ + damping·I), in double precision."""
+        damping = _check_damping(damping)
+        known = (self.values.double() + damping).log().sum()
+        rest: Tensor = known + (self.shape[0] - self.values.numel()) * math.log(damping)
+        return rest
+
+    def sample(self, num: int, damping: float, generator: torch.Generator | None = None) -> Tensor:
+        """Samples of N(0, (VΛVᵀ + damping·I)⁻¹), (num, N)."""
+        num = check_count(num, "num", least=0)
+        damping = _check_damping(damping)
+        where = self.device if generator is None else generator.device
+        noise = torch.randn(self.shape[0], num, dtype=self.dtype, device=where, generator=generator)
+        noise = noise.to(self.device)
+        change = (self.values + damping).rsqrt() - 1 / math.sqrt(damping)
+        samples = noise / math.sqrt(damping) + self._apply(change, noise)
+        return samples.T.contiguous()
+
+
+def _check_damping(damping: float) -> float:
+    if not (math.isfinite(damping) and damping > 0):
+        raise ValueError(f"damping must be positive: low rank alone is singular; got {damping}")
+    return float(damping)
+
+
+def _orthonormal(columns: Tensor) -> Tensor:
+    """A basis of the range of tall columns; of single precision by Gram matrices in double."""
+    if columns.dtype == torch.float64:
+        basis: Tensor = torch.linalg.qr(columns).Q
+        return basis
+    for _ in range(2):
+        values, mixing = _gram_eigh(columns)
+        keep = values > 1e-13 * values[-1:]
+        columns = columns @ (mixing[:, keep] * values[keep].rsqrt()).to(columns.dtype)
+    return columns
+
+
+def _gram_eigh(columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, ascending, and eigenvectors of columnsᵀcolumns, in double precision."""
+    step = max(1, 2**24 // max(1, columns.shape[1]))
+    gram = torch.zeros(
+        columns.shape[1], columns.shape[1], dtype=torch.float64, device=columns.device
+    )
+    for part in columns.split(step):
+        part = part.double()
+        gram.addmm_(part.T, part)
+    values, mixing = torch.linalg.eigh(gram)
+    return values.clamp_(min=0.0), mixing
+
+
+def _leading(columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared singular values, descending, and left singular vectors, of tall columns.
+
+    Those that are zero to rounding are left out.
+    """
+    if columns.dtype == torch.float64:
+        vectors, values, _ = torch.linalg.svd(columns, full_matrices=False)
+        keep = values > torch.finfo(columns.dtype).eps * values[:1]
+        return values[keep].square(), vectors[:, keep]
+    values, mixing = _gram_eigh(columns)
+    keep = values > 1e-14 * values[-1:]
+    values, mixing = values[keep].flip(0), mixing[:, keep].flip(1)
+    return values, columns @ (mixing * values.rsqrt()).to(columns.dtype)
+
+
+def _nystrom(source: Any, start: Tensor, power_iterations: int) -> tuple[Tensor, Tensor]:
+    if start.shape[1] == 0:
+        return start.new_zeros(0), start
+    for _ in range(power_iterations):
+        start = _orthonormal(source @ start)
+    # An orthonormal start keeps ΩᵀY as well conditioned as H allows.
+    start = _orthonormal(start)
+    sketch = source @ start
+    # A small shift makes the core positive definite in floating point; it is taken off again.
+    shift = torch.finfo(sketch.dtype).eps * float(torch.linalg.vector_norm(sketch))
+    sketch = torch.add(sketch, start, alpha=shift)
+    core = start.double().T @ sketch.double()
+    values, mixing = torch.linalg.eigh((core + core.T) / 2)
+    keep = values > 0.5 * shift
+    root = (mixing[:, keep] * values[keep].rsqrt()).to(sketch.dtype)
+    found, vectors = _leading(sketch @ root)
+    return (found - shift).clamp_(min=0.0).to(sketch.dtype), vectors
+
+
+def _jacobian(source: Any, start: Tensor, power_iterations: int) -> tuple[Tensor, Tensor]:
+    if start.shape[1] == 0:
+        return start.new_zeros(0), start
+    basis = _orthonormal(source.root_product(start))
+    for _ in range(power_iterations):
+        basis = _orthonormal(source.root_product(_orthonormal(source.root_transposed(basis))))
+    values, vectors = _leading(source.root_transposed(basis))
+    return values.to(start.dtype), vectors
