@@ -40,7 +40,7 @@ def test_every_method_is_there(comparison: hcurv.Comparison) -> None:
         assert found[name].storage <= 0.25
     assert found["K-FAC full"].num_iterations is None
     assert found["hierarchical"].error < 0.4
-    assert found["low rank"].error < 0.1
+    assert found["low rank"].error < 0.4
     assert found["diagonal"].error > found["blocks per unit"].error > 0
     assert found["low rank"].num_iterations < found["matrix-free"].num_iterations
     assert found["matrix-free"].solve_residual <= 1.1e-4
