@@ -28,7 +28,7 @@ from hcurv.hierarchical.definite import make_definite
 from measure import best_time, describe_machine, parse_data_argument
 
 GB = 1e9
-SMALL = ("AE (a)", "AE (b)", "AE (c)", "classifier (a)", "classifier (b)")
+SMALL = ("AE (a)", "classifier (a)", "classifier (b)", "AE (b)", "AE (c)")
 # Those of the compression targets.
 TOLERANCES = {"AE (a)": 5e-4, "classifier (a)": 2.8e-3}
 NUM_RIGHT_HAND_SIDES = 16
