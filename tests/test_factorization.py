@@ -87,6 +87,11 @@ def test_conformance(dtype: torch.dtype) -> None:
     check_operator(matrix.factorize(damping), inverse)
 
 
+def test_huge_damping() -> None:
+    matrix = hcurv.compress(kernel_matrix("gaussian", 101, 2), leaf_size=10)
+    check_factorization(matrix, 1e12)
+
+
 def test_zero_matrix() -> None:
     factors = hcurv.compress(torch.zeros(5, 5, dtype=torch.float64)).factorize(0.5)
     assert torch.equal(factors.solve(torch.ones(5, dtype=torch.float64)), torch.full((5,), 2.0))

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from hcurv.hierarchical.elimination import IndefiniteError
+from hcurv.hierarchical.factorization import NotPositiveDefiniteError
 from hcurv.hierarchical.factorize import factorize_levels
 from hcurv.krylov import lanczos
 
@@ -111,8 +112,16 @@ def _safe_damping(matrix: HMatrix) -> float:
         matrix.__matmul__, matrix.shape[0], _FIRST_STEPS, matrix.dtype, matrix.device
     )
     damping = max(float(residuals[0] - values[0]), _resolution(matrix))
+    most = 1e3 * max(float(values[-1]), damping)
     while not is_definite(matrix, damping):
         damping *= _GROWTH
+        if damping > most:
+            raise NotPositiveDefiniteError(
+                "the compressed matrix cannot be factorized with any damping: its bases are too"
+                " ill-conditioned. Compress with another leaf_size, ordering or tolerance",
+                damping,
+                math.inf,
+            )
     return damping
 
 

@@ -160,7 +160,8 @@ def factorize_levels(
         )
     diagonal = matrix.leaves.values.diagonal(dim1=1, dim2=2)
     largest = float(diagonal.max()) if diagonal.numel() else 0.0
-    floor = _FLOORS[matrix.dtype] * max(largest, abs(damping))
+    # Padding has pivots of 1.
+    floor = min(_FLOORS[matrix.dtype] * max(largest, abs(damping)), 0.5)
     run = _Run(matrix, damping, cholesky_inverse if definite else spectral_inverse, floor, keep)
     levels = []
     for number, split in enumerate(splits(matrix)):
