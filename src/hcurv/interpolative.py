@@ -23,6 +23,7 @@ __all__ = ["Interpolation", "interpolate_rows"]
 _PANEL = 32  # pivots chosen at a time ...
 _CANDIDATES = 64  # ... among this many rows
 _STRIP = 256  # rows of a Gram matrix computed at a time
+_FIT = 1 / 16  # smallest pivot over the largest other row, both squared
 _NOISE = 32  # units of rounding, relative to the norm, that are not worth a pivot
 
 
@@ -150,6 +151,7 @@ def _pivoted_cholesky(
     limit = int(limits.max()) if num_matrices else 0
     factors = gram.new_zeros(num_matrices, num_rows, limit)
     pivots = torch.zeros(num_matrices, limit, dtype=torch.long, device=gram.device)
+    used = torch.zeros(num_matrices, limit, dtype=torch.bool, device=gram.device)
     ranks = torch.zeros(num_matrices, dtype=torch.long, device=gram.device)
     remainders = gram.diagonal(dim1=1, dim2=2).clone()
     largest = remainders.amax(1) if num_rows else remainders.sum(1)
@@ -160,30 +162,39 @@ def _pivoted_cholesky(
     factor = factors if work.numel() == num_matrices else factors[work]
     gram = gram if work.numel() == num_matrices else gram[work]
     done = 0
-    while done < limit and bool(active.any()):
-        width = min(_PANEL, limit - done)
-        rows, columns = _panel(gram, factor[:, :, :done], remainders[work], floors[work], width)
+    while bool(active.any()):
+        width = min(_PANEL, int((limits - ranks)[active].max()))
+        if done + width > factors.shape[2]:  # panels that were cut left gaps
+            alone = factor is factors
+            factors, pivots, used = (_wider(part, _PANEL) for part in (factors, pivots, used))
+            factor = factors if alone else _wider(factor, _PANEL)
+        rows, columns, fit = _panel(
+            gram, factor[:, :, :done], remainders[work], floors[work], width
+        )
         # How much of the trace is left after each pivot tells how many of them are needed.
         drops = columns.square()
         left = remainders[work].sum(1)[:, None] - drops.sum(1).cumsum(1)
         allowed = squared_tolerances[work, None]
+        step = torch.arange(width, device=gram.device)
         if num_random is not None:
-            count = torch.arange(done + 1, done + width + 1, device=gram.device)
+            count = ranks[work, None] + step + 1
             allowed = allowed * ((num_random - count) / num_random)
-        enough = left.clamp(min=0) <= allowed
+        enough = (left.clamp(min=0) <= allowed) & (step < fit[:, None])
         reached = enough.any(1)
-        needed = torch.where(reached, enough.int().argmax(1) + 1, width)
+        needed = torch.where(reached, enough.int().argmax(1) + 1, fit)
         needed = torch.minimum(needed, (drops.amax(1) > 0).sum(1))
-        needed = torch.minimum(needed, limits[work] - done).masked_fill_(~active[work], 0)
-        keep = torch.arange(width, device=gram.device) < needed[:, None]
+        needed = torch.minimum(needed, (limits - ranks)[work]).masked_fill_(~active[work], 0)
+        keep = step < needed[:, None]
         factor[:, :, done : done + width] = columns.mul_(keep[:, None])
         pivots[work, done : done + width] = rows * keep
+        used[work, done : done + width] = keep
         ranks[work] += needed
         updated = (remainders[work] - drops.mul_(keep[:, None]).sum(2)).clamp_(min=0)
         chosen = torch.where(keep, 0.0, updated.gather(1, rows))
         remainders[work] = updated.scatter(1, rows, chosen)
         done += width
-        active[work] = active[work] & (needed == width) & ~reached & (limits[work] > done)
+        goes_on = (needed == torch.clamp(fit, max=width)) & (needed > 0) & ~reached
+        active[work] = active[work] & goes_on & (limits > ranks)[work]
         if 2 * int(active.sum()) <= work.numel():
             if factor is not factors:
                 factors[work] = factor
@@ -191,15 +202,31 @@ def _pivoted_cholesky(
             work, gram, factor = work[stay], gram[stay], factor[stay]
     if factor is not factors:
         factors[work] = factor
+    most = int(ranks.max()) if num_matrices else 0
+    if not torch.equal(used[:, :most].sum(1), ranks):  # close the gaps
+        order = (~used).to(torch.int8).argsort(dim=1, stable=True)[:, :most]
+        pivots = pivots.gather(1, order)
+        factors = factors.gather(2, order[:, None].expand(-1, num_rows, -1))
     return factors, pivots, ranks, remainders.sum(1)
+
+
+def _wider(values: Tensor, extra: int) -> Tensor:
+    """Zeros after the last entries."""
+    return torch.cat([values, values.new_zeros(*values.shape[:-1], extra)], -1)
 
 
 def _panel(
     gram: Tensor, factor: Tensor, remainders: Tensor, floors: Tensor, width: int
-) -> tuple[Tensor, Tensor]:
-    """The next pivots (A, width) and their columns of L (A, m, width), zero where none is left."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The next pivots (A, width), their columns of L (A, m, width), and how many are fit, (A,).
+
+    Columns are zero where no pivot is left. Pivots come from few candidates, the largest rows; once
+    what is left of these is far below another row, it would make for large weights.
+    """
     num_candidates = min(_CANDIDATES, gram.shape[1])
-    candidates = remainders.topk(num_candidates, dim=1).indices
+    sizes, order = remainders.topk(min(num_candidates + 1, gram.shape[1]), dim=1)
+    candidates = order[:, :num_candidates]
+    beyond = sizes[:, num_candidates:].sum(1)  # the largest other row, if there is any
     chosen_factor = _rows(factor, candidates)
     square = _rows(gram, candidates)
     square = square.gather(2, candidates[:, None].expand(-1, num_candidates, -1))
@@ -213,7 +240,9 @@ def _panel(
     corner = corner + torch.diag_embed(spent.to(corner.dtype))
     inverse = torch.linalg.solve_triangular(corner, _identity_like(corner), upper=False)
     columns = columns @ inverse.transpose(1, 2)
-    return rows, columns.masked_fill_(spent[:, None], 0.0)
+    values = corner.diagonal(dim1=1, dim2=2).square().masked_fill(spent, 0.0)
+    fit = (values >= _FIT * beyond[:, None]).int().cumprod(1).sum(1)
+    return rows, columns.masked_fill_(spent[:, None], 0.0), fit
 
 
 def _identity_like(square: Tensor) -> Tensor:
