@@ -129,6 +129,23 @@ def test_any_shape_rank_and_tolerance(
     assert (reached | (result.ranks == min(rows, cols, 40))).all()
 
 
+def test_weights_stay_small_where_the_largest_rows_are_dependent() -> None:
+    """A panel of candidates without independent rows must not be exhausted down to rounding."""
+    large = 10 * normal(200, 3) @ normal(3, 150, seed=2) + 1e-5 * normal(200, 150, seed=5)
+    hard = torch.cat([large, normal(60, 150, seed=3)])
+    easy = normal(260, 150, seed=4)
+    mixed = torch.cat([10 * normal(100, 40) @ normal(40, 150, seed=2), normal(160, 150, seed=3)])
+    samples = torch.stack([hard, easy, mixed])
+    for max_rank in (20, 50, 100, None):
+        found = interpolate_rows(samples, max_rank, 1e-8)
+        assert float(found.weights.abs().max()) < 40
+        for number, rank in enumerate(found.ranks.tolist()):
+            assert found.skeleton[number, :rank].unique().numel() == rank
+        actual = (samples - rebuilt(samples, found)).flatten(1).norm(dim=1)
+        assert torch.allclose(actual, found.errors.double(), rtol=1e-3, atol=1e-6)
+    assert found.ranks.tolist() == [150, 150, 150]
+
+
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match=r"must have shape \(B, m, s\); got \(3, 4\)"):
         interpolate_rows(torch.zeros(3, 4))

@@ -23,7 +23,7 @@ __all__ = ["Interpolation", "interpolate_rows"]
 _PANEL = 32  # pivots chosen at a time ...
 _CANDIDATES = 64  # ... among this many rows
 _STRIP = 256  # rows of a Gram matrix computed at a time
-_FIT = 1 / 16  # smallest pivot over the largest other row, both squared
+_FIT = 1 / 256  # smallest pivot over the largest other row, both squared
 _NOISE = 32  # units of rounding, relative to the norm, that are not worth a pivot
 
 
@@ -202,8 +202,8 @@ def _pivoted_cholesky(
             work, gram, factor = work[stay], gram[stay], factor[stay]
     if factor is not factors:
         factors[work] = factor
-    most = int(ranks.max()) if num_matrices else 0
-    if not torch.equal(used[:, :most].sum(1), ranks):  # close the gaps
+    if not torch.equal(used, torch.arange(used.shape[1], device=gram.device) < ranks[:, None]):
+        most = int(ranks.max())  # close the gaps
         order = (~used).to(torch.int8).argsort(dim=1, stable=True)[:, :most]
         pivots = pivots.gather(1, order)
         factors = factors.gather(2, order[:, None].expand(-1, num_rows, -1))
