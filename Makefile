@@ -26,7 +26,7 @@ lint: setup
 	$(BIN)/lint-imports --no-cache
 
 unit: setup
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 # curvlinops and backpack are installed without their dependencies: they ask for torchvision,
 # which the parts used here do not need.
