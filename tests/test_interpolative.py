@@ -59,6 +59,17 @@ def test_the_tolerance_is_met_with_few_rows(
 
 
 @both_dtypes
+def test_many_matrices_are_treated_as_well_as_few(dtype: torch.dtype) -> None:
+    samples = decaying(90, 60, 80, dtype, rate=5.0)
+    together = interpolate_rows(samples, tolerance=1e-3)
+    assert (true_errors(samples, together) <= 1.01e-3).all()
+    for first in range(0, 90, 30):
+        few = interpolate_rows(samples[first : first + 30], tolerance=1e-3)
+        assert (true_errors(samples[first : first + 30], few) <= 1.01e-3).all()
+        assert ((few.ranks - together.ranks[first : first + 30]).abs() <= 2).all()
+
+
+@both_dtypes
 def test_weights_are_the_identity_on_the_skeleton(dtype: torch.dtype) -> None:
     samples = decaying(4, 90, 50, dtype)
     tolerances = torch.tensor([1.0, 1e-1, 1e-3, 0.0])

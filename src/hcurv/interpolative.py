@@ -16,12 +16,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from scipy.linalg.lapack import dpstrf
 from torch import Tensor
 
 __all__ = ["Interpolation", "interpolate_rows"]
 
-_PANEL = 32  # pivots chosen at a time ...
-_CANDIDATES = 64  # ... among this many rows
+_PANEL = 32  # pivots chosen at a time, of many matrices ...
+_WIDE_PANEL = 64  # ... or of few, ...
+_CANDIDATES = 2  # ... among this many times as many rows
+_FEW = 64  # matrices that are better factorized one by one
 _STRIP = 256  # rows of a Gram matrix computed at a time
 _FIT = 1 / 256  # smallest pivot over the largest other row, both squared
 _NOISE = 32  # units of rounding, relative to the norm, that are not worth a pivot
@@ -163,13 +166,19 @@ def _pivoted_cholesky(
     gram = gram if work.numel() == num_matrices else gram[work]
     done = 0
     while bool(active.any()):
-        width = min(_PANEL, int((limits - ranks)[active].max()))
+        panel = _WIDE_PANEL if work.numel() <= _FEW else _PANEL
+        width = min(panel, int((limits - ranks)[active].max()))
         if done + width > factors.shape[2]:  # panels that were cut left gaps
             alone = factor is factors
-            factors, pivots, used = (_wider(part, _PANEL) for part in (factors, pivots, used))
-            factor = factors if alone else _wider(factor, _PANEL)
+            factors, pivots, used = (_wider(part, panel) for part in (factors, pivots, used))
+            factor = factors if alone else _wider(factor, panel)
         rows, columns, fit = _panel(
-            gram, factor[:, :, :done], remainders[work], floors[work], width
+            gram,
+            factor[:, :, :done],
+            remainders[work],
+            floors[work],
+            width,
+            min(_CANDIDATES * panel, num_rows),
         )
         # How much of the trace is left after each pivot tells how many of them are needed.
         drops = columns.square()
@@ -216,14 +225,18 @@ def _wider(values: Tensor, extra: int) -> Tensor:
 
 
 def _panel(
-    gram: Tensor, factor: Tensor, remainders: Tensor, floors: Tensor, width: int
+    gram: Tensor,
+    factor: Tensor,
+    remainders: Tensor,
+    floors: Tensor,
+    width: int,
+    num_candidates: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The next pivots (A, width), their columns of L (A, m, width), and how many are fit, (A,).
 
     Columns are zero where no pivot is left. Pivots come from few candidates, the largest rows; once
     what is left of these is far below another row, it would make for large weights.
     """
-    num_candidates = min(_CANDIDATES, gram.shape[1])
     sizes, order = remainders.topk(min(num_candidates + 1, gram.shape[1]), dim=1)
     candidates = order[:, :num_candidates]
     beyond = sizes[:, num_candidates:].sum(1)  # the largest other row, if there is any
@@ -255,6 +268,8 @@ def _small_cholesky(square: Tensor, floors: Tensor, width: int) -> tuple[Tensor,
 
     Columns of L for which no pivot above the floor is left are zero.
     """
+    if square.device.type == "cpu" and square.shape[0] <= _FEW:
+        return _lapack_cholesky(square, floors, width)
     square = square.clone()
     diagonal = square.diagonal(dim1=1, dim2=2).clone()
     factor = square.new_zeros(*square.shape[:2], width)
@@ -271,6 +286,18 @@ def _small_cholesky(square: Tensor, floors: Tensor, width: int) -> tuple[Tensor,
         order.append(position)
     pivots = torch.cat(order, dim=1)
     return pivots, _rows(factor, pivots).tril()
+
+
+def _lapack_cholesky(square: Tensor, floors: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The same, one by one."""
+    pivots = torch.empty(square.shape[0], width, dtype=torch.long)
+    corners = square.new_zeros(square.shape[0], width, width)
+    for place, (matrix, floor) in enumerate(zip(square, floors.tolist(), strict=True)):
+        factor, order, rank, _ = dpstrf(matrix.numpy(), tol=floor, lower=1)
+        count = min(rank, width)
+        corners[place, :count, :count] = torch.from_numpy(factor)[:count, :count].tril()
+        pivots[place] = torch.from_numpy(order)[:width] - 1
+    return pivots, corners
 
 
 def _rows(values: Tensor, index: Tensor) -> Tensor:

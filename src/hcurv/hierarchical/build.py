@@ -200,9 +200,10 @@ class Builder:
         groups = group_by_shape(counts, torch.ones_like(counts))
         groups.sort(key=lambda group: -int(counts[group].max()))
         probe = groups[0][:_PROBE]
+        probing = groups[0].numel() > _PROBE
         while True:
             needed = 0
-            if self._skeletons is None:
+            if self._skeletons is None and probing:
                 _, _, needed = self._try(sampler, [probe], rows)
             if needed <= sampler.num_columns:
                 parts, num_capped, needed = self._try(sampler, groups, rows)
