@@ -5,7 +5,7 @@ BENCH ?= entries
 PARTS ?=
 DATA ?= $(HCURV_DATA)
 
-.PHONY: setup demo test lint unit bench clean
+.PHONY: setup demo test lint unit test-plans bench clean
 
 setup: .venv/installed
 
@@ -27,6 +27,9 @@ lint: setup
 
 unit: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+test-plans: setup
+	HCURV_DATA=$(DATA) $(BIN)/python -m pytest -m slow
 
 # curvlinops and backpack are installed without their dependencies: they ask for torchvision,
 # which the parts used here do not need.

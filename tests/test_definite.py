@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import hcurv
 from cases import CASES, both_dtypes, normal
-from matrices import KERNELS, kernel_matrix
+from matrices import KERNELS, compress_tree, kernel_matrix
 
 OPTIONS = {"positive_definite": True, "leaf_size": 20}
 
@@ -24,12 +24,12 @@ OPTIONS = {"positive_definite": True, "leaf_size": 20}
 def test_kernel_matrices(kernel: str, dimension: int, tolerance: float, dtype: torch.dtype) -> None:
     dense = kernel_matrix(kernel, 233, dimension).to(dtype)
     largest = float(torch.linalg.eigvalsh(dense.double())[-1])
-    plain = hcurv.compress(dense, tolerance=tolerance, leaf_size=20).relative_error(dense)
+    plain = compress_tree(dense, tolerance=tolerance, leaf_size=20).relative_error(dense)
     for relative in (1e-1, 1e-3, 1e-6):
         damping = relative * largest
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", hcurv.CompressionWarning)
-            matrix = hcurv.compress(dense, tolerance=tolerance, damping=damping, **OPTIONS)
+            matrix = compress_tree(dense, tolerance=tolerance, damping=damping, **OPTIONS)
         assert float(torch.linalg.eigvalsh(matrix.to_dense().double())[0]) > -0.6 * damping
         assert matrix.relative_error(dense) <= max(1.6 * plain, tolerance)
         for factor in (1.0, 3.0, 1e4):
@@ -42,7 +42,7 @@ def test_gauss_newton(name: str, dtype: torch.dtype) -> None:
     operator = CASES[name].operator(dtype)
     largest = max(1.0, float(torch.linalg.eigvalsh(operator.to_dense().double())[-1]))
     for relative in (1e-2, 1e-5):
-        matrix = hcurv.compress(
+        matrix = compress_tree(
             operator, max_rank=3, leaf_size=8, positive_definite=True, damping=relative * largest
         )
         assert matrix.record.damping == relative * largest
@@ -58,7 +58,7 @@ def test_gauss_newton(name: str, dtype: torch.dtype) -> None:
 )
 def test_any_shape(size: int, leaf_size: int, max_rank: int, seed: int, power: int) -> None:
     factor = normal(size, 9, seed=seed)
-    matrix = hcurv.compress(
+    matrix = compress_tree(
         factor @ factor.T,
         max_rank=max_rank,
         leaf_size=leaf_size,
@@ -71,15 +71,15 @@ def test_any_shape(size: int, leaf_size: int, max_rank: int, seed: int, power: i
 
 def test_nothing_changes_where_nothing_is_wrong() -> None:
     dense = kernel_matrix("gaussian", 120, 2)
-    plain = hcurv.compress(dense, tolerance=1e-3, leaf_size=20)
-    definite = hcurv.compress(dense, tolerance=1e-3, damping=1.0, **OPTIONS)
+    plain = compress_tree(dense, tolerance=1e-3, leaf_size=20)
+    definite = compress_tree(dense, tolerance=1e-3, damping=1.0, **OPTIONS)
     assert torch.equal(plain.to_dense(), definite.to_dense())
 
 
 def test_the_change_is_semi_definite_estimated_and_saved(tmp_path: Path) -> None:
     dense = kernel_matrix("gaussian", 200, 2)
-    plain = hcurv.compress(dense, tolerance=1e-2, leaf_size=20)
-    definite = hcurv.compress(dense, tolerance=1e-2, damping=1e-8, **OPTIONS)
+    plain = compress_tree(dense, tolerance=1e-2, leaf_size=20)
+    definite = compress_tree(dense, tolerance=1e-2, damping=1e-8, **OPTIONS)
     values = torch.linalg.eigvalsh(definite.to_dense() - plain.to_dense())
     assert float(values[-1]) > 1e-3
     assert float(values[0]) > -1e-12
@@ -93,7 +93,7 @@ def test_zero_rows_stay_zero() -> None:
     dense = kernel_matrix("gaussian", 200, 2)
     dense[50:60] = 0
     dense[:, 50:60] = 0
-    definite = hcurv.compress(dense, tolerance=1e-1, damping=1e-6, **OPTIONS)
+    definite = compress_tree(dense, tolerance=1e-1, damping=1e-6, **OPTIONS)
     assert not definite.diagonal()[50:60].any()
 
 
@@ -108,4 +108,4 @@ def test_zero_rows_stay_zero() -> None:
 )
 def test_bad_options(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        hcurv.compress(torch.eye(3), **options)
+        compress_tree(torch.eye(3), **options)

@@ -14,7 +14,7 @@ import hcurv
 from cases import CASES, assert_close, both_dtypes, normal
 from conformance import check_operator
 from hcurv.hierarchical.parts import tensors_of
-from matrices import KERNELS, kernel_matrix
+from matrices import KERNELS, compress_tree, kernel_matrix
 
 
 def damped(matrix: hcurv.HMatrix, damping: float) -> Tensor:
@@ -50,14 +50,14 @@ def check_factorization(matrix: hcurv.HMatrix, damping: float) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernel_matrices(kernel: str, dimension: int, dtype: torch.dtype) -> None:
     dense = kernel_matrix(kernel, 203, dimension).to(dtype)
-    matrix = hcurv.compress(dense, tolerance=1e-4, leaf_size=16)
+    matrix = compress_tree(dense, tolerance=1e-4, leaf_size=16)
     check_factorization(matrix, 0.1)
 
 
 @both_dtypes
 @pytest.mark.parametrize("name", CASES)
 def test_gauss_newton(name: str, dtype: torch.dtype) -> None:
-    matrix = hcurv.compress(CASES[name].operator(dtype), tolerance=1e-5, leaf_size=8)
+    matrix = compress_tree(CASES[name].operator(dtype), tolerance=1e-5, leaf_size=8)
     check_factorization(matrix, 1e-2 * max(1.0, float(matrix.diagonal().max())))
 
 
@@ -74,26 +74,26 @@ def test_any_shape(
 ) -> None:
     factor = normal(size, 4, seed=seed)
     factor[torch.randperm(size, generator=torch.Generator().manual_seed(seed))[:num_zero]] = 0
-    matrix = hcurv.compress(factor @ factor.T, max_rank=max_rank, leaf_size=leaf_size, seed=seed)
+    matrix = compress_tree(factor @ factor.T, max_rank=max_rank, leaf_size=leaf_size, seed=seed)
     lowest = float(torch.linalg.eigvalsh(matrix.to_dense())[0])
     check_factorization(matrix, 10.0**power - min(0.0, lowest))
 
 
 @both_dtypes
 def test_conformance(dtype: torch.dtype) -> None:
-    matrix = hcurv.compress(kernel_matrix("gaussian", 101, 2).to(dtype), leaf_size=10)
+    matrix = compress_tree(kernel_matrix("gaussian", 101, 2).to(dtype), leaf_size=10)
     damping = 1.0
     inverse = torch.linalg.inv(damped(matrix, damping))
     check_operator(matrix.factorize(damping), inverse)
 
 
 def test_huge_damping() -> None:
-    matrix = hcurv.compress(kernel_matrix("gaussian", 101, 2), leaf_size=10)
+    matrix = compress_tree(kernel_matrix("gaussian", 101, 2), leaf_size=10)
     check_factorization(matrix, 1e12)
 
 
 def test_zero_matrix() -> None:
-    factors = hcurv.compress(torch.zeros(5, 5, dtype=torch.float64)).factorize(0.5)
+    factors = compress_tree(torch.zeros(5, 5, dtype=torch.float64)).factorize(0.5)
     assert torch.equal(factors.solve(torch.ones(5, dtype=torch.float64)), torch.full((5,), 2.0))
     assert float(factors.logdet()) == pytest.approx(5 * torch.tensor(0.5).log().item())
     assert torch.equal(factors.inverse_diagonal(), torch.full((5,), 2.0))
@@ -103,7 +103,7 @@ def test_zero_matrix() -> None:
 def indefinite() -> hcurv.HMatrix:
     """So roughly compressed that it has negative eigenvalues."""
     dense = kernel_matrix("gaussian", 200, 2)
-    matrix = hcurv.compress(dense, tolerance=1e-2, leaf_size=20)
+    matrix = compress_tree(dense, tolerance=1e-2, leaf_size=20)
     assert float(torch.linalg.eigvalsh(matrix.to_dense())[0]) < -1e-3
     return matrix
 
@@ -132,7 +132,7 @@ def test_singular_matrices_are_refused(dtype: torch.dtype) -> None:
         torch.zeros(3, 3, dtype=dtype),
     ):
         for leaf_size in (8, 100):
-            matrix = hcurv.compress(dense, tolerance=1e-6, leaf_size=leaf_size)
+            matrix = compress_tree(dense, tolerance=1e-6, leaf_size=leaf_size)
             with pytest.raises(hcurv.NotPositiveDefiniteError) as caught:
                 matrix.factorize()
             matrix.factorize(caught.value.smallest_damping)
@@ -158,7 +158,7 @@ def test_indefinite_shifts() -> None:
 
 
 def test_many_right_hand_sides_equal_one_at_a_time() -> None:
-    matrix = hcurv.compress(kernel_matrix("gaussian", 150, 2), leaf_size=16)
+    matrix = compress_tree(kernel_matrix("gaussian", 150, 2), leaf_size=16)
     factors = matrix.factorize(1.0)
     rhs = normal(150, 40)
     together = factors.solve(rhs)
@@ -170,7 +170,7 @@ def test_many_right_hand_sides_equal_one_at_a_time() -> None:
 def test_samples_have_the_inverse_as_covariance(dtype: torch.dtype) -> None:
     dense = kernel_matrix("gaussian", 30, 1)
     dense[7] = dense[:, 7] = 0
-    matrix = hcurv.compress(dense.to(dtype), tolerance=1e-3, leaf_size=4)
+    matrix = compress_tree(dense.to(dtype), tolerance=1e-3, leaf_size=4)
     factors = matrix.factorize(0.2)
     samples = factors.sample(200_000, torch.Generator().manual_seed(0)).double()
     assert samples.shape == (200_000, 30)
@@ -186,7 +186,7 @@ def test_samples_have_the_inverse_as_covariance(dtype: torch.dtype) -> None:
 
 def test_refinement_reaches_the_precision_of_the_operator() -> None:
     exact = kernel_matrix("inverse multiquadric", 180, 2)
-    factors = hcurv.compress(exact.float(), tolerance=1e-4, leaf_size=16).factorize(0.05)
+    factors = compress_tree(exact.float(), tolerance=1e-4, leaf_size=16).factorize(0.05)
     rhs = normal(180, 2)
     dense = exact + 0.05 * torch.eye(180, dtype=torch.float64)
 
@@ -206,7 +206,7 @@ def test_refinement_reaches_the_precision_of_the_operator() -> None:
 def test_gradients() -> None:
     dense = kernel_matrix("gaussian", 40, 2)
     dense[3] = dense[:, 3] = 0
-    matrix = hcurv.compress(dense, tolerance=1e-2, leaf_size=8)
+    matrix = compress_tree(dense, tolerance=1e-2, leaf_size=8)
     damping = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
     rhs = normal(40, 2).requires_grad_()
 
@@ -224,7 +224,7 @@ def test_gradients() -> None:
 
 
 def test_float32_damping_gets_a_gradient() -> None:
-    matrix = hcurv.compress(kernel_matrix("gaussian", 40, 2).float(), leaf_size=8)
+    matrix = compress_tree(kernel_matrix("gaussian", 40, 2).float(), leaf_size=8)
     damping = torch.tensor([2.0], requires_grad=True)
     factors = matrix.factorize(damping)
     (factors.logdet() + factors.solve(torch.ones(40)).sum()).backward()
@@ -238,7 +238,7 @@ def test_float32_damping_gets_a_gradient() -> None:
 def test_files(dtype: torch.dtype, tmp_path: Path) -> None:
     dense = kernel_matrix("gaussian", 90, 2).to(dtype)
     dense[13] = dense[:, 13] = 0
-    matrix = hcurv.compress(dense, tolerance=1e-3, leaf_size=16)
+    matrix = compress_tree(dense, tolerance=1e-3, leaf_size=16)
     matrix.save(tmp_path / "a.safetensors")
     rhs = normal(90, 3).to(dtype)
     for options in ({}, {"definite": False}):
@@ -262,7 +262,7 @@ def test_files(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 def test_precision_can_be_changed() -> None:
-    matrix = hcurv.compress(kernel_matrix("gaussian", 90, 2), leaf_size=16)
+    matrix = compress_tree(kernel_matrix("gaussian", 90, 2), leaf_size=16)
     factors = matrix.factorize(0.5)
     rhs = normal(90)
     single = factors.to(dtype=torch.float32)
@@ -274,13 +274,13 @@ def test_precision_can_be_changed() -> None:
 
 @pytest.mark.parametrize("damping", [float("nan"), float("inf"), torch.zeros(2)])
 def test_bad_damping(damping: float | Tensor) -> None:
-    matrix = hcurv.compress(torch.eye(4))
+    matrix = compress_tree(torch.eye(4))
     with pytest.raises(ValueError, match="damping must be one finite number; got"):
         matrix.factorize(damping)
 
 
 def test_repr_and_storage() -> None:
-    matrix = hcurv.compress(kernel_matrix("gaussian", 400, 1), tolerance=1e-4, leaf_size=32)
+    matrix = compress_tree(kernel_matrix("gaussian", 400, 1), tolerance=1e-4, leaf_size=32)
     factors = matrix.factorize(1.0)
     assert "N=400, damping=1" in repr(factors)
     assert factors.num_stored < 3 * matrix.num_stored

@@ -14,7 +14,7 @@ import hcurv
 from cases import CASES, assert_close, both_dtypes, normal, seeded
 from conformance import check_operator
 from hcurv.hierarchical.buckets import group_by_shape
-from matrices import KERNELS, Plain, WithProduct, kernel_matrix
+from matrices import KERNELS, Plain, WithProduct, compress_tree, kernel_matrix
 
 
 def error(actual: hcurv.HMatrix, dense: Tensor) -> float:
@@ -55,7 +55,7 @@ def test_neighbors_find_the_few_large_columns_of_units_that_leaves_cut(seed: int
     ).double()
     inputs = torch.rand(50, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     dense = hcurv.GaussNewton(model, hcurv.losses.HalfSquaredError(), inputs**2).to_dense()
-    matrix = hcurv.compress(
+    matrix = compress_tree(
         dense, tolerance=1e-2, leaf_size=32, ordering="natural", method="neighbors", seed=seed
     )
     assert error(matrix, dense) < 1.5e-2
@@ -71,7 +71,7 @@ def test_kernel_matrices_reach_the_tolerance(
     dense = kernel_matrix(kernel, 389, dimension)
     errors = []
     for tolerance in (1e-1, 1e-2, 1e-3):
-        matrix = hcurv.compress(dense.to(dtype), tolerance=tolerance, leaf_size=32, method=method)
+        matrix = compress_tree(dense.to(dtype), tolerance=tolerance, leaf_size=32, method=method)
         errors.append(error(matrix, dense))
         assert errors[-1] <= 4 * tolerance
         assert errors[-1] / 4 <= matrix.estimated_error <= 4 * errors[-1] + 1e-6
@@ -84,7 +84,7 @@ def test_sketch_errors_are_close_to_the_tolerance() -> None:
         for dimension in (1, 2, 3, 6):
             dense = kernel_matrix(name, 500, dimension)
             for tolerance in (3e-2, 1e-3, 1e-5):
-                matrix = hcurv.compress(dense, tolerance=tolerance, leaf_size=32)
+                matrix = compress_tree(dense, tolerance=tolerance, leaf_size=32)
                 ratios.append(error(matrix, dense) / tolerance)
     assert max(ratios) <= 2.0
     assert torch.tensor(ratios).median() >= 0.1  # no more effort than asked for
@@ -92,7 +92,7 @@ def test_sketch_errors_are_close_to_the_tolerance() -> None:
 
 def test_compression_saves_storage() -> None:
     dense = kernel_matrix("inverse multiquadric", 2000, 1)
-    matrix = hcurv.compress(dense, tolerance=1e-6, leaf_size=64)
+    matrix = compress_tree(dense, tolerance=1e-6, leaf_size=64)
     assert error(matrix, dense) <= 2e-6
     assert matrix.compression_rate < 0.08
     assert matrix.num_stored == sum(
@@ -108,7 +108,7 @@ def test_compression_saves_storage() -> None:
 @pytest.mark.parametrize("method", ["sketch", "neighbors"])
 def test_exactly_hierarchical_matrices_are_exact(method: str) -> None:
     dense = random_hss(depth=3, leaf=16, rank=3)
-    matrix = hcurv.compress(dense, tolerance=1e-11, leaf_size=16, ordering="natural", method=method)
+    matrix = compress_tree(dense, tolerance=1e-11, leaf_size=16, ordering="natural", method=method)
     assert error(matrix, dense) <= 1e-11
     assert [int(ranks.max()) for ranks in matrix.ranks] == [3, 3, 3]
 
@@ -119,9 +119,9 @@ def test_exactly_hierarchical_matrices_are_exact(method: str) -> None:
 def test_gauss_newton(case: str, method: str, dtype: torch.dtype) -> None:
     operator = CASES[case].operator(dtype)
     dense = operator.to_dense().double()
-    matrix = hcurv.compress(operator, tolerance=0, leaf_size=8, method=method)
+    matrix = compress_tree(operator, tolerance=0, leaf_size=8, method=method)
     assert error(matrix, dense) <= 1e4 * torch.finfo(dtype).eps
-    loose = hcurv.compress(operator, tolerance=5e-2, leaf_size=8, method=method)
+    loose = compress_tree(operator, tolerance=5e-2, leaf_size=8, method=method)
     assert error(loose, dense) <= 0.15
     assert loose.num_stored < matrix.num_stored
 
@@ -132,7 +132,7 @@ def test_sampled_entries() -> None:
     errors = []
     for count in (4, 400):
         sampled = operator.sample_entries(count, seed=1)
-        matrix = hcurv.compress(sampled, tolerance=5e-2, leaf_size=32)
+        matrix = compress_tree(sampled, tolerance=5e-2, leaf_size=32)
         assert matrix.record.method == "neighbors"
         errors.append(error(matrix, dense))
     assert errors[1] <= 0.15
@@ -142,7 +142,7 @@ def test_sampled_entries() -> None:
 @both_dtypes
 def test_conformance(dtype: torch.dtype) -> None:
     dense = kernel_matrix("gaussian", 101, 2).to(dtype)
-    matrix = hcurv.compress(dense, tolerance=1e-2, leaf_size=10)
+    matrix = compress_tree(dense, tolerance=1e-2, leaf_size=10)
     check_operator(matrix, matrix.block(slice(None), slice(None)).double())
 
 
@@ -151,7 +151,7 @@ def test_conformance(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("method", ["sketch", "neighbors"])
 def test_sizes(size: int, leaf_size: int, method: str) -> None:
     dense = kernel_matrix("gaussian", size, 2)
-    matrix = hcurv.compress(dense, tolerance=0, leaf_size=leaf_size, method=method)
+    matrix = compress_tree(dense, tolerance=0, leaf_size=leaf_size, method=method)
     assert error(matrix, dense) <= 1e-10
     check_entries(matrix)
 
@@ -183,7 +183,7 @@ def test_any_shape(
     factor = normal(size, 4, seed=seed)
     factor[permutation(size)[:num_zero]] = 0
     dense = factor @ factor.T
-    matrix = hcurv.compress(
+    matrix = compress_tree(
         dense,
         max_rank=max_rank,
         leaf_size=leaf_size,
@@ -198,7 +198,7 @@ def test_any_shape(
 
 
 def test_products_are_linear_and_symmetric() -> None:
-    matrix = hcurv.compress(kernel_matrix("gaussian", 150, 3), tolerance=1e-2, leaf_size=16)
+    matrix = compress_tree(kernel_matrix("gaussian", 150, 3), tolerance=1e-2, leaf_size=16)
     left, right = normal(150, 4, seed=3), normal(150, 4, seed=4)
     assert_close(matrix @ (2 * left - right), 2 * (matrix @ left) - matrix @ right, 1e3)
     assert_close(left.T @ (matrix @ right), (matrix @ left).T @ right, 1e3)
@@ -209,8 +209,8 @@ def test_given_order_makes_it_independent_of_the_numbering() -> None:
     dense = kernel_matrix("inverse multiquadric", 120, 2)
     order = permutation(120)
     options = {"tolerance": 1e-2, "leaf_size": 16, "seed": 5}
-    matrix = hcurv.compress(dense, ordering="natural", **options)
-    shuffled = hcurv.compress(dense[order][:, order], ordering=order.argsort(), **options)
+    matrix = compress_tree(dense, ordering="natural", **options)
+    shuffled = compress_tree(dense[order][:, order], ordering=order.argsort(), **options)
     assert_close(shuffled.to_dense(), matrix.to_dense()[order][:, order], 1e6)
     assert shuffled.num_stored == matrix.num_stored
 
@@ -220,19 +220,19 @@ def test_orderings() -> None:
     dense = kernel_matrix("gaussian", 300, 1, width=0.1)
     errors = {}
     for ordering in ("natural", "angle", "gram", "auto"):
-        matrix = hcurv.compress(dense, max_rank=6, leaf_size=32, ordering=ordering)
+        matrix = compress_tree(dense, max_rank=6, leaf_size=32, ordering=ordering)
         errors[ordering] = error(matrix, dense)
     assert max(errors["angle"], errors["gram"], errors["auto"]) < errors["natural"] / 3
     assert set(matrix.tree.scores) == {"natural", "angle", "gram"}
     assert matrix.tree.ordering == min(matrix.tree.scores, key=matrix.tree.scores.__getitem__)
-    assert hcurv.compress(dense, ordering=order).tree.ordering == "given"
+    assert compress_tree(dense, ordering=order).tree.ordering == "given"
 
 
 def test_structural_orders_of_networks() -> None:
     operator = CASES["classifier"].operator()
-    matrix = hcurv.compress(operator, leaf_size=8)
+    matrix = compress_tree(operator, leaf_size=8)
     assert set(matrix.tree.scores) == {"layer-output-input", "layer-input-output"}
-    named = hcurv.compress(operator, leaf_size=8, ordering="layer-output-input")
+    named = compress_tree(operator, leaf_size=8, ordering="layer-output-input")
     assert named.tree.ordering == "layer-output-input"
     assert named.tree.scores == {}
 
@@ -243,14 +243,14 @@ def test_duplicated_and_zero_rows() -> None:
     dense = base[index][:, index]
     dense[7] = dense[:, 7] = 0
     dense[50] = dense[:, 50] = 0
-    matrix = hcurv.compress(dense, tolerance=1e-8, leaf_size=16)
+    matrix = compress_tree(dense, tolerance=1e-8, leaf_size=16)
     assert error(matrix, dense) <= 1e-7
     assert matrix.tree.zero_rows.tolist() == [7, 50]
     assert not matrix.to_dense()[[7, 50]].any()
 
 
 def test_zero_matrix() -> None:
-    matrix = hcurv.compress(torch.zeros(20, 20), leaf_size=4)
+    matrix = compress_tree(torch.zeros(20, 20), leaf_size=4)
     assert matrix.num_stored == 0
     assert matrix.estimated_error == 0
     check_operator(matrix, torch.zeros(20, 20, dtype=torch.float64))
@@ -258,7 +258,7 @@ def test_zero_matrix() -> None:
 
 def test_block_diagonal_matrix_has_rank_zero() -> None:
     dense = torch.block_diag(*(kernel_matrix("gaussian", 8, 2) for _ in range(8)))
-    matrix = hcurv.compress(dense, tolerance=1e-3, leaf_size=8, ordering="natural")
+    matrix = compress_tree(dense, tolerance=1e-3, leaf_size=8, ordering="natural")
     assert all(not ranks.any() for ranks in matrix.ranks)
     assert matrix.num_stored == 8 * 64
     assert torch.equal(matrix.to_dense(), dense)
@@ -268,7 +268,7 @@ def test_block_diagonal_matrix_has_rank_zero() -> None:
 def test_tiny_rank_caps(max_rank: int) -> None:
     dense = kernel_matrix("gaussian", 70, 2)
     with pytest.warns(hcurv.CompressionWarning, match="rank cap"):
-        matrix = hcurv.compress(dense, max_rank=max_rank, tolerance=1e-3, leaf_size=16)
+        matrix = compress_tree(dense, max_rank=max_rank, tolerance=1e-3, leaf_size=16)
     assert all(int(ranks.max()) == max_rank for ranks in matrix.ranks)
     check_entries(matrix)
 
@@ -276,20 +276,20 @@ def test_tiny_rank_caps(max_rank: int) -> None:
 def test_cap_warning_names_a_remedy_and_only_then() -> None:
     dense = kernel_matrix("gaussian", 200, 6)
     with pytest.warns(hcurv.CompressionWarning, match=r"Raise max_rank or leaf_size.*") as caught:
-        matrix = hcurv.compress(dense, max_rank=3, tolerance=1e-4, leaf_size=32)
+        matrix = hcurv.compress(dense, max_rank=3, tolerance=1e-4, leaf_size=32, global_rank=0)
     assert caught[0].filename == __file__
     assert matrix.record.num_capped > 0
     assert matrix.estimated_error > 1e-4
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        hcurv.compress(dense, tolerance=1e-4, leaf_size=32)
-        hcurv.compress(dense, max_rank=3, leaf_size=32)  # the cap is the request
+        compress_tree(dense, tolerance=1e-4, leaf_size=32)
+        compress_tree(dense, max_rank=3, leaf_size=32)  # the cap is the request
 
 
 def test_rounding_warning() -> None:
     dense = kernel_matrix("gaussian", 200, 3).float()
     with pytest.warns(hcurv.CompressionWarning, match="Use float64"):
-        hcurv.compress(dense, tolerance=1e-9, leaf_size=32)
+        compress_tree(dense, tolerance=1e-9, leaf_size=32)
 
 
 @pytest.mark.parametrize("method", ["sketch", "neighbors"])
@@ -298,7 +298,7 @@ def test_seeds_reproduce_bit_for_bit(method: str) -> None:
 
     def build(seed: int) -> Tensor:
         options = {"tolerance": 1e-2, "leaf_size": 16, "method": method}
-        return hcurv.compress(dense, seed=seed, **options).to_dense()
+        return compress_tree(dense, seed=seed, **options).to_dense()
 
     state = torch.random.get_rng_state()
     assert torch.equal(build(3), build(3))
@@ -309,17 +309,17 @@ def test_seeds_reproduce_bit_for_bit(method: str) -> None:
 def test_protocol_objects() -> None:
     dense = kernel_matrix("inverse multiquadric", 150, 2)
     options = {"tolerance": 1e-3, "leaf_size": 16}
-    plain = hcurv.compress(Plain(dense), **options)
+    plain = compress_tree(Plain(dense), **options)
     assert plain.record.method == "neighbors"
     assert error(plain, dense) <= 4e-3
-    product = hcurv.compress(WithProduct(dense), **options)
+    product = compress_tree(WithProduct(dense), **options)
     assert product.record.method == "sketch"
     assert error(product, dense) <= 2e-3
 
 
 def test_to() -> None:
     dense = kernel_matrix("gaussian", 90, 2)
-    matrix = hcurv.compress(dense, tolerance=1e-3, leaf_size=16)
+    matrix = compress_tree(dense, tolerance=1e-3, leaf_size=16)
     single = matrix.to(dtype=torch.float32)
     assert single.dtype == torch.float32
     assert_close(single.to_dense(), matrix.to_dense())
@@ -331,14 +331,14 @@ def test_to() -> None:
 
 def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
     dense = kernel_matrix("gaussian", 90, 2)
-    hcurv.compress(dense, leaf_size=16, progress=True)
+    compress_tree(dense, leaf_size=16, progress=True)
     assert "level 1, 2 nodes" in capsys.readouterr().err
-    hcurv.compress(dense, leaf_size=16)
+    compress_tree(dense, leaf_size=16)
     assert capsys.readouterr().err == ""
 
 
 def test_plot() -> None:
-    matrix = hcurv.compress(kernel_matrix("gaussian", 90, 2), tolerance=1e-3, leaf_size=16)
+    matrix = compress_tree(kernel_matrix("gaussian", 90, 2), tolerance=1e-3, leaf_size=16)
     figure = matrix.plot()
     structure, ranks = figure.axes[:2]
     labels = [text.get_text() for text in structure.texts]
@@ -346,7 +346,7 @@ def test_plot() -> None:
     assert len(structure.patches) == 2 + 4 + 8 + 8
     assert ranks.get_xlabel().startswith("level")
     assert len(matrix.plot(max_levels=1).axes[0].patches) == 2 + 2
-    hcurv.compress(torch.zeros(3, 3)).plot()
+    compress_tree(torch.zeros(3, 3)).plot()
 
 
 def test_python_work_grows_with_levels_not_nodes() -> None:
@@ -358,7 +358,7 @@ def test_python_work_grows_with_levels_not_nodes() -> None:
             return self.dense[rows[:, :, None], cols[:, None, :]]
 
     dense = kernel_matrix("inverse multiquadric", 1024, 1)
-    hcurv.compress(Counting(dense), tolerance=1e-2, leaf_size=8, ordering="natural")
+    compress_tree(Counting(dense), tolerance=1e-2, leaf_size=8, ordering="natural")
     assert len(calls) < 7 * 24 < 2**8  # 254 nodes on 7 levels
 
 
@@ -374,18 +374,20 @@ def test_groups_partition_with_little_padding(shapes: list[tuple[int, int]]) -> 
     assert all((rows * cols)[g].all() for g in full)
 
 
-def test_default_is_low_accuracy() -> None:
+def test_presets() -> None:
     dense = kernel_matrix("gaussian", 300, 2)
-    record = hcurv.compress(dense).record
+    record = compress_tree(dense).record
+    assert (record.tolerance, record.max_rank) == (5e-2, None)
+    record = compress_tree(dense, accuracy="low").record
     assert (record.tolerance, record.leaf_size, record.max_rank) == (5e-2, 128, 128)
-    record = hcurv.compress(dense, accuracy="high", tolerance=1e-2).record
+    record = compress_tree(dense, accuracy="high", tolerance=1e-2).record
     assert (record.tolerance, record.leaf_size, record.max_rank) == (1e-2, 1024, 1024)
-    assert hcurv.compress(dense, tolerance=1e-2).record.max_rank is None
+    assert compress_tree(dense, tolerance=1e-2).record.max_rank is None
 
 
 def test_repr_names_size_and_error() -> None:
     model = seeded(lambda: nn.Linear(7, 3))
     operator = hcurv.GaussNewton(model, nn.CrossEntropyLoss(), normal(11, 7).float())
-    text = repr(hcurv.compress(operator, leaf_size=8))
-    assert text.startswith("HMatrix(N=24, depth=2, ordering='layer-")
+    text = repr(compress_tree(operator, leaf_size=8))
+    assert text.startswith("HMatrix(N=24, global_rank=0, depth=2, ordering='layer-")
     assert "estimated_error=" in text

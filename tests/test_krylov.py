@@ -218,7 +218,7 @@ def test_eigsh_refuses_what_it_cannot_do() -> None:
         hcurv.eigsh(operator, near=1.0, method="lobpcg")
     with pytest.raises(RuntimeError, match="eigenvalues converged in 1 iterations"):
         hcurv.eigsh(
-            hcurv.compress(kernel_matrix("gaussian", 150, 2)),
+            hcurv.compress(kernel_matrix("gaussian", 150, 2), global_rank=0),
             20,
             which="smallest",
             max_iterations=1,

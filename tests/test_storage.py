@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 
 import hcurv
 from cases import both_dtypes
-from matrices import kernel_matrix
+from matrices import compress_tree, kernel_matrix
 
 
 @pytest.fixture
 def matrix() -> hcurv.HMatrix:
     dense = kernel_matrix("gaussian", 90, 2)
     dense[13] = dense[:, 13] = 0
-    return hcurv.compress(dense, tolerance=1e-3, leaf_size=16)
+    return compress_tree(dense, tolerance=1e-3, leaf_size=16)
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_file_describes_itself(path: Path) -> None:
         metadata = file.metadata()
         names = set(file.keys())
     assert metadata["format"] == "hcurv.HMatrix"
-    assert metadata["version"] == "1"
+    assert metadata["version"] == "2"
     description = json.loads(metadata["description"])
     assert description["size"] == 90
     assert description["record"]["tolerance"] == 1e-3
@@ -102,8 +102,11 @@ def _metadata(path: Path) -> dict[str, str]:
 
 def test_newer_version(path: Path) -> None:
     metadata = _metadata(path)
-    save_file(load_file(path), path, {**metadata, "version": "2"})
-    with pytest.raises(hcurv.FileFormatError, match="version 2, this hcurv reads up to 1: upgrade"):
+    save_file(load_file(path), path, {**metadata, "version": "3"})
+    with pytest.raises(hcurv.FileFormatError, match="version 3, this hcurv reads up to 2: upgrade"):
+        hcurv.load(path)
+    save_file(load_file(path), path, {**metadata, "version": "1"})
+    with pytest.raises(hcurv.FileFormatError, match="version 1, which is no longer read"):
         hcurv.load(path)
     save_file(load_file(path), path, {**metadata, "version": "first"})
     with pytest.raises(hcurv.FileFormatError, match="its version is 'first'"):

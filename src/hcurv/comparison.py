@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ComparedMethod", "Comparison", "compare"]
 
-_TOLERANCES = (5e-1, 2e-1, 1e-1, 5e-2, 2e-2, 1e-2, 5e-3, 2e-3, 1e-3, 5e-4, 2e-4, 1e-4)
 _NUM_COLUMNS = 16  # of products and solves that are timed
 
 
@@ -213,28 +212,18 @@ class _Run:
         self._rhs = probes[:, 0].contiguous()
 
     def hierarchical(self) -> tuple[HMatrix, str]:
-        """The most accurate that fits into the budget, with a leaf size that leaves it room."""
-        size = self._matrix.shape[0]
-        leaf_size = 2 ** int(math.log2(min(1024, max(8, self._storage * size / 3))))
-        best: HMatrix | None = None
+        """The most accurate that fits into the budget."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CompressionWarning)
-            for tolerance in _TOLERANCES:
-                trial = compress(
-                    self._matrix,
-                    tolerance=tolerance,
-                    leaf_size=leaf_size,
-                    positive_definite=True,
-                    damping=self._damping,
-                    seed=self._seed,
-                )
-                if best is not None and trial.compression_rate > self._storage:
-                    break
-                best = trial
-                if trial.compression_rate > self._storage:
-                    break
-        assert best is not None
-        return best, f"tolerance {best.record.tolerance:.0e}, leaves of {leaf_size}"
+            found = compress(
+                self._matrix,
+                max_storage=self._storage,
+                positive_definite=True,
+                damping=self._damping,
+                seed=self._seed,
+            )
+        leaves = f"leaves of {found.record.leaf_size}" if found.tree.num_kept else "no tree"
+        return found, f"global rank {found.global_rank}, {leaves}"
 
     def low_rank(self) -> tuple[LowRank, str]:
         """As many eigenpairs as fit."""

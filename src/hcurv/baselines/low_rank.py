@@ -16,11 +16,10 @@ from torch import Tensor
 
 from hcurv.indexing import check_count
 from hcurv.memory import require_bytes
+from hcurv.nystrom import leading, nystrom, orthonormal
 from hcurv.operators import SymmetricOperator
 
 __all__ = ["LowRank"]
-
-_TALL = 1 / 16  # columns over rows of a Gaussian matrix with singular values within 1 ± 1/4
 
 
 class LowRank(SymmetricOperator):
@@ -72,8 +71,10 @@ class LowRank(SymmetricOperator):
         generator = torch.Generator().manual_seed(seed)
         start = torch.randn(size, width, dtype=self._dtype, generator=generator).to(self._device)
         with torch.no_grad():
-            run = _nystrom if method == "symmetric" else _jacobian
-            values, vectors = run(source, start, power_iterations)
+            if method == "symmetric":
+                values, vectors = nystrom(source.__matmul__, start, power_iterations)
+            else:
+                values, vectors = _jacobian(source, start, power_iterations)
         self.values = values[:rank]
         self.vectors = vectors[:, :rank].contiguous()
 
@@ -146,78 +147,11 @@ def _check_damping(damping: float) -> float:
     return float(damping)
 
 
-def _orthonormal(columns: Tensor, rounds: int = 2) -> Tensor:
-    """A basis of the range of tall columns; of single precision by Gram matrices in double.
-
-    One round makes it well conditioned, a second one orthonormal.
-    """
-    if columns.dtype == torch.float64:
-        basis: Tensor = torch.linalg.qr(columns).Q
-        return basis
-    for _ in range(rounds):
-        values, mixing = torch.linalg.eigh(_gram(columns, columns))
-        keep = values > 1e-13 * values[-1:]
-        columns = columns @ (mixing[:, keep] * values[keep].rsqrt()).to(columns.dtype)
-    return columns
-
-
-def _gram(left: Tensor, right: Tensor) -> Tensor:
-    """leftᵀ right in double precision."""
-    result = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float64, device=left.device)
-    step = max(1, 2**24 // max(1, left.shape[1]))
-    for first, second in zip(left.split(step), right.split(step), strict=True):
-        result.addmm_(first.double().T, second.double())
-    return result
-
-
-def _leading(columns: Tensor, mixing: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Squared singular values, descending, and left singular vectors, of tall columns @ mixing.
-
-    Those that are zero to rounding are left out.
-    """
-    if columns.dtype == torch.float64:
-        columns = columns if mixing is None else columns @ mixing
-        vectors, singular, _ = torch.linalg.svd(columns, full_matrices=False)
-        keep = singular > torch.finfo(columns.dtype).eps * singular[:1]
-        return singular[keep].square(), vectors[:, keep]
-    gram = _gram(columns, columns)
-    if mixing is not None:
-        gram = mixing.T @ gram @ mixing
-    values, rotation = torch.linalg.eigh(gram)
-    keep = values > 1e-14 * values[-1:]
-    values, rotation = (
-        values[keep].flip(0),
-        rotation[:, keep].flip(1) * values[keep].flip(0).rsqrt(),
-    )
-    rotation = rotation if mixing is None else mixing @ rotation
-    return values, columns @ rotation.to(columns.dtype)
-
-
-def _nystrom(source: Any, start: Tensor, power_iterations: int) -> tuple[Tensor, Tensor]:
-    if start.shape[1] == 0:
-        return start.new_zeros(0), start
-    # A start with singular values about 1 keeps ΩᵀY as well conditioned as H allows.
-    start = start / math.sqrt(start.shape[0])
-    if start.shape[1] > _TALL * start.shape[0]:
-        start = _orthonormal(start, rounds=1)
-    for _ in range(power_iterations):
-        start = _orthonormal(source @ start, rounds=1)
-    sketch = source @ start
-    # A small shift makes the core positive definite in floating point; it is taken off again.
-    shift = torch.finfo(sketch.dtype).eps * float(torch.linalg.vector_norm(sketch))
-    sketch = torch.add(sketch, start, alpha=shift)
-    core = _gram(start, sketch)
-    values, mixing = torch.linalg.eigh((core + core.T) / 2)
-    keep = values > 0.25 * shift
-    found, vectors = _leading(sketch, mixing[:, keep] * values[keep].rsqrt())
-    return (found - shift).clamp_(min=0.0).to(sketch.dtype), vectors
-
-
 def _jacobian(source: Any, start: Tensor, power_iterations: int) -> tuple[Tensor, Tensor]:
     if start.shape[1] == 0:
         return start.new_zeros(0), start
-    basis = _orthonormal(source.root_product(start))
+    basis = orthonormal(source.root_product(start))
     for _ in range(power_iterations):
-        basis = _orthonormal(source.root_product(_orthonormal(source.root_transposed(basis))))
-    values, vectors = _leading(source.root_transposed(basis))
+        basis = orthonormal(source.root_product(orthonormal(source.root_transposed(basis))))
+    values, vectors = leading(source.root_transposed(basis))
     return values.to(start.dtype), vectors

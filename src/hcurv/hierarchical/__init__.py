@@ -2,7 +2,8 @@
 
 from hcurv.hierarchical.compress import CompressionWarning, compress
 from hcurv.hierarchical.factorization import Factorization, NotPositiveDefiniteError
-from hcurv.hierarchical.matrix import HMatrix
+from hcurv.hierarchical.matrix import HMatrix, NearFieldWarning
+from hcurv.hierarchical.plan import Plan
 from hcurv.hierarchical.storage import FileFormatError, load
 
 __all__ = [
@@ -10,7 +11,9 @@ __all__ = [
     "Factorization",
     "FileFormatError",
     "HMatrix",
+    "NearFieldWarning",
     "NotPositiveDefiniteError",
+    "Plan",
     "compress",
     "load",
 ]

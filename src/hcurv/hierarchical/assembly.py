@@ -123,24 +123,36 @@ def make_bases(
     return tuple(result)
 
 
-def make_couplings(source: EntrySource, rows: Tensor, ranks: Tensor) -> tuple[Coupling, ...]:
-    """Entries between the skeletons of siblings; ``rows`` are the skeleton rows of the level."""
-    offsets = ranks.cumsum(0) - ranks
-    left_ranks, right_ranks = ranks[::2], ranks[1::2]
+def make_couplings(
+    source: EntrySource, rows: Tensor, counts: Tensor, pairs: Tensor
+) -> tuple[Coupling, ...]:
+    """Entries between the rows of pairs of nodes.
+
+    Args:
+        source: entries.
+        rows: matrix rows of all nodes of a level.
+        counts: number of rows of each node.
+        pairs: (P, 2).
+    """
+    if pairs.shape[0] == 0:
+        return ()
+    offsets = counts.cumsum(0) - counts
+    sizes = counts[pairs]
     result = []
-    for group in group_by_shape(left_ranks, right_ranks):
-        num_left, num_right = int(left_ranks[group].max()), int(right_ranks[group].max())
-        if int((left_ranks * right_ranks)[group].max()) == 0:
+    for group in group_by_shape(sizes[:, 0], sizes[:, 1]):
+        num_left, num_right = sizes[group].amax(0).tolist()
+        if int(sizes[group].prod(1).max()) == 0:
             continue
-        left = row_table(offsets[::2][group], left_ranks[group], num_left, rows.numel())
-        right = row_table(offsets[1::2][group], right_ranks[group], num_right, rows.numel())
+        left_rows, right_rows = (
+            _lookup(rows, row_table(offsets[nodes], counts[nodes], width, rows.numel()))
+            for nodes, width in zip(pairs[group].T, (num_left, num_right), strict=True)
+        )
         step = max(1, _BLOCK_ENTRIES // (num_left * num_right))
-        left_rows, right_rows = _lookup(rows, left), _lookup(rows, right)
         values = torch.cat(
             [
                 blocks(source, left_rows[start : start + step], right_rows[start : start + step])
                 for start in range(0, group.numel(), step)
             ]
         )
-        result.append(Coupling.of(group, ranks, values))
+        result.append(Coupling.of(pairs[group], counts, values))
     return tuple(result)

@@ -21,7 +21,8 @@ from hcurv.hierarchical.assembly import (
     make_couplings,
 )
 from hcurv.hierarchical.buckets import group_by_shape
-from hcurv.hierarchical.levels import Basis, LeafBlocks, Level, row_table
+from hcurv.hierarchical.interactions import Interactions
+from hcurv.hierarchical.levels import Basis, Coupling, LeafBlocks, Level, row_table
 from hcurv.hierarchical.skeleton_columns import SkeletonSampler
 from hcurv.interpolative import Interpolation, interpolate_rows
 from hcurv.operators import EntrySource
@@ -59,8 +60,8 @@ class Sampler(Protocol):
     def norm(self) -> float:
         """Estimate of ‖H‖_F; known once `grow` was called."""
 
-    def begin(self, leaves: LeafBlocks) -> None:
-        """Give the leaf blocks, before anything else."""
+    def begin(self, leaves: LeafBlocks, near: tuple[Coupling, ...]) -> None:
+        """Give the blocks of leaves and of near pairs of them, before anything else."""
 
     def grow(self, num_columns: int) -> None:
         """Have at least so many columns, from the current level on."""
@@ -107,6 +108,7 @@ class Builder:
     Args:
         source: entries.
         tree: clusters.
+        interactions: which leaves are near.
         tolerance: relative error asked for.
         max_rank: rank cap.
         progress: show a bar.
@@ -120,11 +122,12 @@ class Builder:
         self,
         source: EntrySource,
         tree: ClusterTree,
+        interactions: Interactions,
         tolerance: float,
         max_rank: int,
         progress: bool = False,
     ) -> None:
-        self._source, self._tree = source, tree
+        self._source, self._tree, self._interactions = source, tree, interactions
         self._tolerance, self._max_rank, self._progress = tolerance, max_rank, progress
         self._skeletons: SkeletonSampler | None = None
         self.num_capped = 0
@@ -139,13 +142,14 @@ class Builder:
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
-    def build(self, sampler: Sampler) -> tuple[LeafBlocks, tuple[Level, ...]]:
-        """Leaf blocks and all levels, from the leaves up."""
+    def build(self, sampler: Sampler) -> tuple[LeafBlocks, tuple[Coupling, ...], tuple[Level, ...]]:
+        """Leaf blocks, blocks of near leaves, and all levels, from the leaves up."""
         tree, order = self._tree, self._tree.permutation
         bounds = tree.bounds(tree.depth)
         with self.timed("leaf blocks"):
             leaves = leaf_blocks(self._source, order, bounds)
-        sampler.begin(leaves)
+            near = make_couplings(self._source, order, bounds.diff(), self._interactions.near)
+        sampler.begin(leaves, near)
         levels: list[Level] = []
         rows = _Rows(
             torch.arange(order.numel(), device=order.device),
@@ -171,20 +175,26 @@ class Builder:
                     _column_norms(bases, rows.scales, places.numel()),
                 )
             with self.timed("couplings"):
-                if self._skeletons is None:
-                    couplings = make_couplings(self._source, order[above.positions], ranks)
-                else:  # the entries are there already
+                source, index = self._source, order[above.positions]
+                if self._skeletons is not None:  # the entries are there already
                     self._skeletons.ascend(places, above.scales, above.starts, above.counts)
-                    known = DenseMatrix(self._skeletons.entries)
-                    couplings = make_couplings(
-                        known, torch.arange(places.numel(), device=places.device), ranks
-                    )
-            levels.append(Level(ranks, rows.size, bases, couplings))
+                    source = DenseMatrix(self._skeletons.entries)
+                    index = torch.arange(places.numel(), device=places.device)
+                couplings = self._couplings(source, index, ranks, depth)
+            levels.append(Level(ranks, rows.size, bases, *couplings))
             with self.timed("samples"):
                 if self._skeletons is None and depth > 1:
                     sampler.ascend(levels[-1], above.positions)
             rows = above
-        return leaves, tuple(levels)
+        return leaves, near, tuple(levels)
+
+    def _couplings(
+        self, source: EntrySource, index: Tensor, ranks: Tensor, depth: int
+    ) -> Iterator[tuple[Coupling, ...]]:
+        """Of siblings, and of other far pairs."""
+        parents, others = self._interactions.far(depth)
+        for pairs in (torch.stack([2 * parents, 2 * parents + 1], 1), others):
+            yield make_couplings(source, index, ranks, pairs)
 
     def _interpolate(self, sampler: Sampler, rows: _Rows, depth: int) -> list[NodeInterpolations]:
         """Skeletons and weights of the nodes of one level.
@@ -219,7 +229,7 @@ class Builder:
         if depth < self._tree.depth and rows.size**2 <= most:
             index = self._tree.permutation[rows.positions]
             self._skeletons = SkeletonSampler(
-                self._source, index, rows.scales, rows.starts, rows.counts
+                self._source, index, rows.scales, rows.starts, rows.counts, self._interactions
             )
         else:
             sampler.grow(needed)

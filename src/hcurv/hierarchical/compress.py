@@ -14,9 +14,12 @@ from torch import Tensor
 from hcurv.cluster_tree import Distance, cluster, depth_for
 from hcurv.hierarchical.build import FIRST_RANK, Builder, Sampler, num_columns_for
 from hcurv.hierarchical.definite import make_definite
+from hcurv.hierarchical.global_part import GlobalPart, Remainder
+from hcurv.hierarchical.interactions import near_leaves
 from hcurv.hierarchical.matrix import BuildRecord, HMatrix
 from hcurv.hierarchical.neighbor_columns import NeighborSampler
-from hcurv.hierarchical.ordering import choose_tree
+from hcurv.hierarchical.ordering import choose_tree, default_leaf_size
+from hcurv.hierarchical.planner import Prepared, prepare
 from hcurv.hierarchical.sketch import SketchSampler
 from hcurv.indexing import check_count
 from hcurv.memory import require_bytes
@@ -32,7 +35,7 @@ class CompressionWarning(UserWarning):
 
 @dataclass(frozen=True)
 class _Settings:
-    leaf_size: int
+    leaf_size: int | None  # None to choose
     max_rank: int | None
     tolerance: float
 
@@ -41,6 +44,8 @@ _PRESETS = {
     "low": _Settings(leaf_size=128, max_rank=128, tolerance=5e-2),
     "high": _Settings(leaf_size=1024, max_rank=1024, tolerance=5e-4),
 }
+_FINEST = 1e-7  # tolerance where storage is what is asked for
+_FITTING, _FIT_STEP = 12, 1.2  # trials to fit into max_storage, and their tolerances
 _WARN_BEYOND = 1.5  # times the tolerance, where a cap is to blame ...
 _WARN_UNCAPPED = 4.0  # ... or where it is not
 
@@ -52,6 +57,9 @@ def compress(
     tolerance: float | None = None,
     leaf_size: int | None = None,
     max_rank: int | None = None,
+    global_rank: int | Literal["auto"] = "auto",
+    near_budget: float = 0.0,
+    max_storage: float | None = None,
     ordering: str | Tensor = "auto",
     method: Literal["auto", "sketch", "neighbors"] = "auto",
     distance: Distance = "angle",
@@ -69,13 +77,22 @@ def compress(
         accuracy: preset: "low" (leaves of 128, ranks to 128, tolerance 5e-2) or "high" (1024, 1024,
             5e-4), the paper's settings; the next three arguments override it.
         tolerance: relative error ‖H − A‖_F/‖H‖_F to aim at.
-        leaf_size: largest number of rows of a leaf.
+        leaf_size: largest number of rows of a leaf; chosen if neither it nor a preset is given.
         max_rank: rank cap. Without a preset there is none: the tolerance alone decides.
+        global_rank: columns of a global part V Vᵀ that is taken off before the rest is compressed
+            in a tree: 0 for none, "auto" for as many as make the whole smallest (``A.plan`` shows
+            what was weighed). It needs products; without them it is 0.
+        max_storage: most floats to store, as a share of N² (as `compression_rate`); the error is
+            then the smallest that this allows, but not below ``tolerance`` if that is given.
+        near_budget: share of the leaves that every leaf may have near to it: blocks between near
+            leaves, those with most nearest neighbours of each other's rows, are stored as they are.
+            For products: to be factorized it is compressed once more, to HSS form, which is what 0
+            gives.
         ordering: "angle" or "gram" (the paper's distances), "natural", a name that the source
             offers, a permutation of the rows, or "auto" for the best by a quick score.
         method: "sketch" needs products with the source, "neighbors" needs entries only (the
             paper's way); "auto" takes the sketch where there are products.
-        distance: of nearest neighbours, for ``method="neighbors"``.
+        distance: of nearest neighbours, for ``method="neighbors"`` and the near field.
         positive_definite: make sure that A + damping·I is positive definite, for this damping and
             any larger one, by small changes of A where compression errors are in the way.
         damping: for ``positive_definite``, positive.
@@ -97,6 +114,8 @@ def compress(
         >>> A = hcurv.compress(H, tolerance=1e-2)
         >>> A @ v, A.compression_rate, A.estimated_error
     """
+    if max_storage is not None and accuracy is None and tolerance is None:
+        tolerance = _FINEST
     settings = _settle(accuracy, tolerance, leaf_size, max_rank)
     if method not in ("auto", "sketch", "neighbors"):
         raise ValueError(f'method must be "auto", "sketch" or "neighbors"; got {method!r}')
@@ -112,6 +131,15 @@ def compress(
             "damping is for positive_definite=True only; to factorize with a damping use"
             " A.factorize(damping)"
         )
+    if not (isinstance(near_budget, int | float) and 0 <= near_budget < 1):
+        raise ValueError(f"near_budget is a share of the leaves, 0 ≤ share < 1; got {near_budget}")
+    if max_storage is not None and not 0 < max_storage < math.inf:
+        raise ValueError(f"max_storage is a share of N², positive; got {max_storage}")
+    if near_budget and positive_definite:
+        raise ValueError(
+            "positive_definite=True is for matrices to factorize, without a near field: use"
+            " near_budget=0"
+        )
     with torch.no_grad():
         matrix = as_source(source)
         if method == "auto":
@@ -121,7 +149,37 @@ def compress(
                 f'method="sketch" needs products, but {type(matrix).__name__} has no "@"; use'
                 ' method="neighbors"'
             )
-        return _compress(matrix, settings, ordering, method, distance, damping, seed, progress)
+        if method == "neighbors" and max_storage is not None:
+            raise ValueError('max_storage needs products: use method="sketch", or a tolerance')
+        rank = _check_global_rank(global_rank, method, matrix.shape[0])
+        if rank is None and settings.tolerance == 0 and max_storage is None:
+            rank = 0  # a rank cap alone is asked for
+        max_floats = None if max_storage is None else int(max_storage * matrix.shape[0] ** 2)
+        options = _Options(
+            settings,
+            rank,
+            near_budget,
+            max_floats,
+            ordering,
+            method,
+            distance,
+            damping,
+            seed,
+            progress,
+        )
+        return _compress(matrix, options)
+
+
+def _check_global_rank(global_rank: int | str, method: str, size: int) -> int | None:
+    """A number, or None to choose."""
+    if global_rank == "auto":
+        return 0 if method == "neighbors" else None
+    if isinstance(global_rank, str):
+        raise ValueError(f'global_rank must be a number or "auto"; got {global_rank!r}')
+    rank = check_count(global_rank, "global_rank", least=0, most=size)
+    if rank and method == "neighbors":
+        raise ValueError('global_rank needs products: use method="sketch", or global_rank=0')
+    return rank
 
 
 def _settle(
@@ -141,8 +199,6 @@ def _settle(
         leaf_size = check_count(leaf_size, "leaf_size")
     if max_rank is not None:
         max_rank = check_count(max_rank, "max_rank", least=0)
-    if accuracy is None and tolerance is None:
-        accuracy = "low" if max_rank is None and leaf_size is None else None
     if accuracy is not None:
         preset = _PRESETS[accuracy]
         return _Settings(
@@ -153,71 +209,119 @@ def _settle(
     # A cap alone is an accuracy by itself.
     wanted = 0.0 if tolerance is None and max_rank is not None else tolerance
     wanted = _PRESETS["low"].tolerance if wanted is None else float(wanted)
-    return _Settings(
-        leaf_size if leaf_size is not None else 128 if wanted >= 1e-2 else 512, max_rank, wanted
-    )
+    return _Settings(leaf_size, max_rank, wanted)
 
 
-def _compress(
-    source: EntrySource,
-    settings: _Settings,
-    ordering: str | Tensor,
-    method: str,
-    distance: Distance,
-    damping: float | None,
-    seed: int,
-    progress: bool,
-) -> HMatrix:
+@dataclass(frozen=True)
+class _Options:
+    settings: _Settings
+    global_rank: int | None  # None to choose
+    near_budget: float
+    max_floats: int | None
+    ordering: str | Tensor
+    method: str
+    distance: Distance
+    damping: float | None
+    seed: int
+    progress: bool
+
+
+def _compress(source: EntrySource, options: _Options) -> HMatrix:
     diagonal = source.diagonal()
-    _require_memory(source, int((diagonal > 0).sum()), settings, method)
+    _require_memory(source, int((diagonal > 0).sum()), options.settings, options.method)
     start = time.perf_counter()
-    if isinstance(ordering, str) and ordering == "auto":
-        tree, sketch = choose_tree(source, settings.leaf_size, settings.tolerance, diagonal, seed)
-    else:
-        tree = cluster(
-            source,
-            leaf_size=settings.leaf_size,
-            ordering=ordering,
-            seed=seed,
-            diagonal=diagonal,
-        )
-        sketch = None
+    prepared = _prepare(source, diagonal, options)
+    seconds = {"planning": time.perf_counter() - start}
+    part = prepared.global_part
+    rest = source if part is None else Remainder(source, part, diagonal)
+    tolerance = options.settings.tolerance if prepared.plan is None else prepared.plan.tolerance
+    most = options.max_floats
+    result = _build(rest, prepared, options, tolerance, seconds)
+    for _ in range(_FITTING):
+        # The plan is an estimate: it may take another tolerance to fit.
+        if most is None or prepared.tree.num_kept == 0:
+            break
+        if result.num_stored <= most:
+            break
+        tolerance *= _FIT_STEP
+        result = _build(rest, prepared, options, tolerance, seconds)
+    _warn(result)
+    return result
+
+
+def _build(
+    rest: EntrySource,
+    prepared: Prepared,
+    options: _Options,
+    tolerance: float,
+    seconds: dict[str, float],
+) -> HMatrix:
+    """The matrix of a plan; ``rest`` is what its global part leaves."""
+    tree, part, seed = prepared.tree, prepared.global_part, options.seed
+    settings, diagonal = options.settings, rest.diagonal()
+    interactions = near_leaves(rest, tree, diagonal, options.near_budget, options.distance, seed)
     cap = settings.max_rank if settings.max_rank is not None else tree.num_kept
-    builder = Builder(source, tree, settings.tolerance, cap, progress)
-    builder.seconds["ordering"] = time.perf_counter() - start
+    own = tolerance / max(prepared.share, _FINEST)  # relative to the rest
+    builder = Builder(rest, tree, interactions, own, cap, options.progress)
+    builder.seconds.update(seconds)
     sampler: Sampler
     with builder.timed("samples"):
-        if method == "sketch":
-            sampler = SketchSampler(source, tree.permutation, seed + 1, sketch)
+        if options.method == "sketch":
+            sampler = SketchSampler(rest, tree.permutation, seed + 1, prepared.sketch)
         else:
-            sampler = NeighborSampler(source, tree, diagonal, distance, seed)
-    leaves, levels = builder.build(sampler)
+            sampler = NeighborSampler(rest, tree, diagonal, options.distance, interactions, seed)
+    leaves, near, levels = builder.build(sampler)
     record = BuildRecord(
-        method=method,
-        tolerance=settings.tolerance,
-        leaf_size=settings.leaf_size,
+        method=options.method,
+        tolerance=tolerance,
+        leaf_size=prepared.leaf_size,
         max_rank=settings.max_rank,
         seed=seed,
         num_columns=sampler.num_columns,
         num_capped=builder.num_capped,
         estimated_error=0.0,
-        damping=damping,
+        damping=options.damping,
+        plan=prepared.plan,
         seconds=builder.seconds,
     )
-    result = HMatrix(tree, leaves, levels, record, source.dtype)
-    if damping is not None:
+    result = HMatrix(tree, leaves, levels, record, rest.dtype, None, near)
+    if options.damping is not None:
         with builder.timed("definiteness"):
-            result = make_definite(result, damping)
+            result = make_definite(result, options.damping)
     with builder.timed("error estimate"):
-        record = replace(record, estimated_error=_estimate_error(result, sampler))
-    result = HMatrix(tree, result.leaves, result.levels, record, source.dtype)
-    _warn(result)
-    return result
+        has_tree = tree.num_kept > 0 or part is None
+        error = _estimate_error(result, sampler, part) if has_tree else prepared.share
+    record = replace(record, estimated_error=error)
+    return HMatrix(tree, result.leaves, result.levels, record, rest.dtype, part, near)
+
+
+def _prepare(source: EntrySource, diagonal: Tensor, options: _Options) -> Prepared:
+    settings, ordering = options.settings, options.ordering
+    if options.method == "sketch":
+        return prepare(
+            source,
+            diagonal,
+            settings.tolerance,
+            leaf_size=settings.leaf_size,
+            ordering=ordering,
+            global_rank=options.global_rank,
+            max_floats=options.max_floats,
+            seed=options.seed,
+        )
+    leaf_size = settings.leaf_size or default_leaf_size(settings.tolerance)
+    if isinstance(ordering, str) and ordering == "auto":
+        tree = choose_tree(source, leaf_size, settings.tolerance, diagonal, options.seed)
+    else:
+        tree = cluster(
+            source, leaf_size=leaf_size, ordering=ordering, seed=options.seed, diagonal=diagonal
+        )
+    return Prepared(None, tree, leaf_size, None, None, 1.0)
 
 
 def _require_memory(source: EntrySource, num_kept: int, settings: _Settings, method: str) -> None:
     """The least that is sure to be needed: leaf blocks and the first samples."""
-    depth = depth_for(num_kept, settings.leaf_size)
+    leaf_size = settings.leaf_size or default_leaf_size(settings.tolerance)
+    depth = depth_for(num_kept, leaf_size)
     width = -(-num_kept // 2**depth)
     floats = 2**depth * width**2
     if method == "sketch" and depth:
@@ -226,15 +330,18 @@ def _require_memory(source: EntrySource, num_kept: int, settings: _Settings, met
     require_bytes(
         floats * source.dtype.itemsize,
         source.device,
-        f"compressing a matrix of N = {source.shape[0]} with leaves of {settings.leaf_size}",
+        f"compressing a matrix of N = {source.shape[0]} with leaves of {leaf_size}",
         ("choose a smaller leaf_size or max_rank", "use float32"),
     )
 
 
-def _estimate_error(matrix: HMatrix, sampler: Sampler) -> float:
+def _estimate_error(matrix: HMatrix, sampler: Sampler, part: GlobalPart | None) -> float:
+    """Of the matrix and a global part together, relative; products are those of the rest."""
     inputs, products = sampler.held_out()
-    norm = torch.linalg.vector_norm(products, dtype=torch.float64)
     error = torch.linalg.vector_norm(products - matrix @ inputs, dtype=torch.float64)
+    if part is not None:
+        part.add_product(inputs, products)
+    norm = torch.linalg.vector_norm(products, dtype=torch.float64)
     return float(error / norm) if float(norm) > 0 else float(error)
 
 

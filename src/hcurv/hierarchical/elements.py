@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from hcurv.hierarchical.levels import Level
+from hcurv.hierarchical.levels import Coupling, Level
 
 if TYPE_CHECKING:
     from hcurv.hierarchical.matrix import HMatrix
@@ -37,25 +37,30 @@ class _Leaf(NamedTuple):
 
 
 def pairs(matrix: HMatrix, rows: Tensor, cols: Tensor) -> Tensor:
-    """A[rows[k], cols[k]]."""
+    """A[rows[k], cols[k]], without the global part."""
     result = torch.zeros(rows.numel(), dtype=matrix.dtype, device=matrix.device)
     for start in range(0, rows.numel(), _PAIRS):
         part = slice(start, start + _PAIRS)
         row_leaf, col_leaf = _locate(matrix, rows[part]), _locate(matrix, cols[part])
         values = _same_leaf(matrix, row_leaf, col_leaf)
+        for near in matrix.near:
+            values += _near(near, 2**matrix.tree.depth, row_leaf, col_leaf)
         row_paths = _paths(matrix, row_leaf)
         col_paths = _paths(matrix, col_leaf)
         for level, row, col in zip(matrix.levels, row_paths, col_paths, strict=True):
-            meet = ((row.nodes ^ 1) == col.nodes) & (row.nodes >= 0)
-            index = meet.nonzero().squeeze(1)
-            coupled = _couple(level, _Path(col.nodes[index], col.vectors[index]))
-            values[index] = torch.linalg.vecdot(row.vectors[index], coupled)
+            for coupling in (*level.couplings, *level.far):
+                index, coupled = _couple(coupling, level.ranks.numel(), row.nodes, col)
+                values[index] += torch.linalg.vecdot(row.vectors[index], coupled)
         result[part] = values
     return result
 
 
 def block(matrix: HMatrix, rows: Tensor, cols: Tensor) -> Tensor:
-    """A[rows, cols]."""
+    """A[rows, cols], without the global part."""
+    if matrix.near:
+        # A column is coupled to many nodes: one entry after the other.
+        index = torch.cartesian_prod(rows, cols).T
+        return pairs(matrix, *index).view(rows.numel(), cols.numel())
     result = torch.zeros(rows.numel(), cols.numel(), dtype=matrix.dtype, device=matrix.device)
     row_leaf, col_leaf = _locate(matrix, rows), _locate(matrix, cols)
     # Cells of a common leaf, a strip of rows at a time.
@@ -70,7 +75,11 @@ def block(matrix: HMatrix, rows: Tensor, cols: Tensor) -> Tensor:
         )
     row_paths, col_paths = _paths(matrix, row_leaf), _paths(matrix, col_leaf)
     for level, row_path, col_path in zip(matrix.levels, row_paths, col_paths, strict=True):
-        coupled = _couple(level, col_path)
+        coupled = torch.zeros_like(col_path.vectors)
+        siblings = torch.where(col_path.nodes >= 0, col_path.nodes ^ 1, -1)
+        for coupling in level.couplings:
+            index, values = _couple(coupling, level.ranks.numel(), siblings, col_path)
+            coupled[index] = values
         meet = ((row_path.nodes ^ 1)[:, None] == col_path.nodes) & (row_path.nodes >= 0)[:, None]
         result += (row_path.vectors @ coupled.T).masked_fill_(~meet, 0.0)
     return result
@@ -152,19 +161,42 @@ def _climb(level: Level, nodes: Tensor, starts: Tensor, local: Tensor, vectors: 
     return result
 
 
-def _couple(level: Level, path: _Path) -> Tensor:
-    """B u for every vector: coefficients in its node's sibling."""
-    result = torch.zeros_like(path.vectors)
-    for coupling in level.couplings:
-        slots = _slots(coupling.parents, level.ranks.numel() // 2)[path.nodes // 2]
-        inside = (slots >= 0) & (path.nodes >= 0)
-        for side in (0, 1):
-            index = (inside & (path.nodes % 2 == side)).nonzero().squeeze(1)
-            values = coupling.values if side == 0 else coupling.values.transpose(1, 2)
-            num_own, num_other = values.shape[1:]
-            step = max(1, _GATHERED // max(1, num_own * num_other))
-            for start in range(0, index.numel(), step):
-                part = index[start : start + step]
-                own = path.vectors[part, :num_own]
-                result[part, :num_other] = (own[:, None] @ values[slots[part]]).squeeze(1)
+def _find(coupling: Coupling, num_nodes: int, first: Tensor, second: Tensor) -> Tensor:
+    """Places of pairs of nodes in a coupling, in this order, -1 for none."""
+    keys, order = (coupling.pairs[:, 0] * num_nodes + coupling.pairs[:, 1]).sort()
+    wanted = first * num_nodes + second
+    places = torch.searchsorted(keys, wanted).clamp_(max=keys.numel() - 1)
+    known = (keys[places] == wanted) & (first >= 0) & (second >= 0)
+    return torch.where(known, order[places], -1)
+
+
+def _couple(
+    coupling: Coupling, num_nodes: int, nodes: Tensor, path: _Path
+) -> tuple[Tensor, Tensor]:
+    """B u for every vector of a path that is coupled to a node: which, and coefficients there."""
+    found = []
+    for values, places in (
+        (coupling.values.transpose(1, 2), _find(coupling, num_nodes, nodes, path.nodes)),
+        (coupling.values, _find(coupling, num_nodes, path.nodes, nodes)),
+    ):
+        index = (places >= 0).nonzero().squeeze(1)
+        num_own, num_other = values.shape[1:]
+        step = max(1, _GATHERED // max(1, num_own * num_other))
+        coupled = path.vectors.new_zeros(index.numel(), path.vectors.shape[1])
+        for start in range(0, index.numel(), step):
+            part = index[start : start + step]
+            own = path.vectors[part, :num_own]
+            product = (own[:, None] @ values[places[part]]).squeeze(1)
+            coupled[start : start + step, :num_other] = product
+        found.append((index, coupled))
+    return torch.cat([found[0][0], found[1][0]]), torch.cat([found[0][1], found[1][1]])
+
+
+def _near(near: Coupling, num_leaves: int, rows: _Leaf, cols: _Leaf) -> Tensor:
+    """Entries of pairs of near leaves, zero elsewhere."""
+    result = near.values.new_zeros(rows.nodes.numel())
+    for first, second in ((rows, cols), (cols, rows)):
+        places = _find(near, num_leaves, first.nodes, second.nodes)
+        index = (places >= 0).nonzero().squeeze(1)
+        result[index] = near.values[places[index], first.local[index], second.local[index]]
     return result

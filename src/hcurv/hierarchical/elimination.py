@@ -150,6 +150,11 @@ class LevelFactor:
             put_rows(here, elimination.target, take_rows(below, elimination.skeleton))
         return here
 
+    def put_back(self, here: Tensor, below: Tensor) -> None:
+        """Set the skeleton rows of ``below``: the other way round."""
+        for elimination in self.eliminations:
+            put_rows(below, elimination.skeleton, take_rows(here, elimination.target))
+
     def down(self, here: Tensor, below: Tensor) -> None:
         """Solve for the rows of ``below``, given those of this level."""
         for elimination in self.eliminations:
@@ -196,8 +201,9 @@ def permute(blocks: Tensor, index: Tensor) -> Tensor:
     first = torch.arange(0, number * width, max(1, width), device=index.device)[:number]
     flat = (index + first[:, None]).reshape(-1)
     half = blocks.reshape(number * width, width).index_select(0, flat)
-    half = half.view(number, -1, width).transpose(1, 2).reshape(number * width, -1)
-    return half.index_select(0, flat).view(number, index.shape[1], -1)
+    count = index.shape[1]
+    half = half.view(number, count, width).transpose(1, 2).reshape(number * width, count)
+    return half.index_select(0, flat).view(number, count, count)
 
 
 def eliminate(

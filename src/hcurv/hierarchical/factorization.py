@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hcurv.cluster_tree import ClusterTree
 from hcurv.hierarchical.elimination import LevelFactor
+from hcurv.hierarchical.global_part import GlobalPart, GlobalUpdate, make_update
 from hcurv.hierarchical.inverse_blocks import inverse_diagonal
 from hcurv.hierarchical.parts import map_tensors, tensors_of
 from hcurv.indexing import check_count
@@ -46,6 +47,7 @@ class Factorization(SymmetricOperator):
         log_determinant: log |det| over the rows that the tree holds.
         num_negative: negative eigenvalues of A + damping·I, that is, eigenvalues of A below
             −damping (Sylvester's law of inertia); 0 unless ``definite=False``.
+        update: what a global part of A changes, or None.
     """
 
     def __init__(
@@ -56,11 +58,13 @@ class Factorization(SymmetricOperator):
         log_determinant: float,
         num_negative: int,
         dtype: torch.dtype,
+        update: GlobalUpdate | None = None,
     ) -> None:
         self.tree = tree
         self.levels = levels
         self.log_determinant = log_determinant
         self.num_negative = num_negative
+        self.update = update
         self._damping = damping
         self._dtype = dtype
 
@@ -94,12 +98,13 @@ class Factorization(SymmetricOperator):
     @property
     def num_stored(self) -> int:
         """Every float that solving needs, the bases that it shares with the matrix included."""
-        return sum(step.num_stored for level in self.levels for step in level.eliminations)
+        own = sum(step.num_stored for level in self.levels for step in level.eliminations)
+        return own + (0 if self.update is None else self.update.num_stored)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all of these floats and indices."""
-        return sum(t.nbytes for t in tensors_of((self.tree, self.levels)))
+        return sum(t.nbytes for t in tensors_of((self.tree, self.levels, self.update)))
 
     def solve(self, rhs: Tensor, *, operator: Any = None, num_refinements: int = 3) -> Tensor:
         """Solve (A + damping·I) x = rhs.
@@ -152,7 +157,9 @@ class Factorization(SymmetricOperator):
             return torch.zeros_like(rhs)
         with torch.no_grad():
             columns = rhs.detach() if rhs.ndim == 2 else rhs.detach()[:, None]
-            return self._by_columns(columns, self._half, self.damping**-0.5).view_as(rhs)
+            if self.update is not None:
+                columns = self.update.invert_root(columns.clone())
+            return self._half_solve(columns).view_as(rhs)
 
     def sample(self, num: int = 1, generator: torch.Generator | None = None) -> Tensor:
         """Samples from the normal distribution N(0, (A + damping·I)⁻¹), (num, N).
@@ -187,9 +194,23 @@ class Factorization(SymmetricOperator):
         def move(tensor: Tensor) -> Tensor:
             return tensor.to(device, kind if tensor.is_floating_point() else None)
 
-        tree, levels = map_tensors(move, (self.tree, self.levels))
+        tree, levels, update = map_tensors(move, (self.tree, self.levels, self.update))
         return Factorization(
-            tree, levels, self._damping, self.log_determinant, self.num_negative, kind
+            tree, levels, self._damping, self.log_determinant, self.num_negative, kind, update
+        )
+
+    def updated(self, part: GlobalPart, definite: bool) -> Factorization:
+        """The factorization with a global part added to A."""
+        apply = self._half_transposed if definite else self._matmat
+        found = make_update(part, self.shape[0], apply, definite)
+        return Factorization(
+            self.tree,
+            self.levels,
+            self._damping,
+            self.log_determinant + found.log_determinant,
+            self.num_negative + found.num_negative,
+            self.dtype,
+            found.update,
         )
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -217,11 +238,37 @@ class Factorization(SymmetricOperator):
         if self.tree.num_kept < self.tree.size:
             result.fill_(1 / self.damping)
         result[self.tree.permutation] = inverse_diagonal(self.levels)
+        if self.update is not None:
+            result += self._diagonal_change()
         return result
 
+    def _diagonal_change(self) -> Tensor:
+        """What the update adds to the diagonal of the inverse."""
+        assert self.update is not None
+        basis = GlobalPart(self.update.rows, self.update.basis).whole(self.shape[0])
+        values = -self.update.values
+        if self.update.between:
+            basis, values = self._half_solve(basis), values / (1 - values)
+        return basis.double().square() @ values
+
     def _matmat(self, rhs: Tensor) -> Tensor:
+        if self.update is not None and self.update.between:
+            return self._half_solve(self.update.invert(self._half_transposed(rhs)))
         scale = 1 / self.damping if self.tree.num_kept < self.tree.size else 0.0
-        return self._by_columns(rhs, self._both, scale)
+        solved = self._by_columns(rhs, self._both, scale)
+        return solved if self.update is None else self.update.correct(rhs, solved)
+
+    def _half_solve(self, rhs: Tensor) -> Tensor:
+        """G of A without its global part."""
+        return self._by_columns(rhs, self._half, self._zero_root)
+
+    def _half_transposed(self, rhs: Tensor) -> Tensor:
+        """Gᵀ."""
+        return self._by_columns(rhs, self._up, self._zero_root)
+
+    @property
+    def _zero_root(self) -> float:
+        return self.damping**-0.5 if self.tree.num_kept < self.tree.size else 0.0
 
     def _by_columns(
         self, rhs: Tensor, run: Callable[[Tensor], Tensor], zero_scale: float
@@ -243,6 +290,15 @@ class Factorization(SymmetricOperator):
         for level in self.levels:
             vectors.append(level.up(vectors[-1]))
         return self._down(vectors)
+
+    def _up(self, values: Tensor) -> Tensor:
+        """Up the tree only; what each level eliminated stays in its place."""
+        vectors = [values]
+        for level in self.levels:
+            vectors.append(level.up(vectors[-1]))
+        for number in reversed(range(len(self.levels))):
+            self.levels[number].put_back(vectors[number + 1], vectors[number])
+        return vectors[0]
 
     def _half(self, values: Tensor) -> Tensor:
         """Down the tree only."""

@@ -120,7 +120,8 @@ class NodeBlocks:
                 part = slice(place.start, place.start + size)
                 result[slots[children[own] // 2], part, part] = values[own, :size, :size]
         for coupling in self.couplings:
-            own = slots[coupling.parents] >= 0
+            parents = coupling.pairs[:, 0] // 2
+            own = slots[parents] >= 0
             if not bool(own.any()):
                 continue
             rows, cols = (
@@ -128,7 +129,7 @@ class NodeBlocks:
                 for a, b in zip(coupling.values.shape[1:], (left_width, right_width), strict=True)
             )
             values = coupling.values[own, :rows, :cols].double()
-            slot = slots[coupling.parents[own]]
+            slot = slots[parents[own]]
             result[slot, :rows, left_width : left_width + cols] = values
             result[slot, left_width : left_width + cols, :rows] = values.transpose(1, 2)
         return result

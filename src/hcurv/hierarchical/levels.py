@@ -111,29 +111,31 @@ class Basis:
 
 @dataclass(frozen=True)
 class Coupling:
-    """Blocks between the skeletons of siblings.
+    """Blocks between the rows of pairs of nodes: skeletons, or all rows of near leaves.
 
     Attributes:
-        parents: numbers of the siblings' parents on the level above, (B,).
-        left: positions of the left nodes' skeletons on their level, (B, p).
-        right: positions of the right nodes', (B, q).
+        pairs: the nodes, (B, 2).
+        left: positions of the first nodes' rows, (B, p).
+        right: positions of the second nodes', (B, q).
         values: the blocks, (B, p, q).
+        disjoint: whether no node is in two pairs.
     """
 
-    parents: Tensor
+    pairs: Tensor
     left: Tensor
     right: Tensor
     values: Tensor
+    disjoint: bool
 
     @classmethod
-    def of(cls, parents: Tensor, ranks: Tensor, values: Tensor) -> Coupling:
-        """Blocks of some pairs of siblings, given the ranks of all nodes of their level."""
-        starts, size = ranks.cumsum(0) - ranks, int(ranks.sum())
+    def of(cls, pairs: Tensor, counts: Tensor, values: Tensor) -> Coupling:
+        """Blocks of some pairs of nodes, given the number of rows of all nodes of their level."""
+        starts, size = counts.cumsum(0) - counts, int(counts.sum())
         left, right = (
-            row_table(starts[nodes], ranks[nodes], width, size)
-            for nodes, width in ((2 * parents, values.shape[1]), (2 * parents + 1, values.shape[2]))
+            row_table(starts[nodes], counts[nodes], width, size)
+            for nodes, width in zip(pairs.T, values.shape[1:], strict=True)
         )
-        return cls(parents, left, right, values)
+        return cls(pairs, left, right, values, pairs.unique().numel() == pairs.numel())
 
     @property
     def num_stored(self) -> int:
@@ -142,11 +144,19 @@ class Coupling:
 
     def add_product(self, inputs: Tensor, outputs: Tensor, scale: float = 1.0) -> None:
         """Add the blocks, both ways and scaled, times ``inputs`` to ``outputs``."""
+        transposed = self.values.transpose(1, 2)
         left, right = take_rows(inputs, self.left), take_rows(inputs, self.right)
-        rows = take_rows(outputs, self.left)
-        put_rows(outputs, self.left, rows.baddbmm_(self.values, right, alpha=scale))
-        rows = take_rows(outputs, self.right)
-        put_rows(outputs, self.right, rows.baddbmm_(self.values.transpose(1, 2), left, alpha=scale))
+        for rows, values, other in (
+            (self.left, self.values, right),
+            (self.right, transposed, left),
+        ):
+            if self.disjoint:
+                own = take_rows(outputs, rows)
+                put_rows(outputs, rows, own.baddbmm_(values, other, alpha=scale))
+            else:
+                product = (values @ other).flatten(0, 1)
+                outputs.index_add_(0, rows.reshape(-1), product, alpha=scale)
+                outputs[-1] = 0.0
 
 
 @dataclass(frozen=True)
@@ -158,12 +168,14 @@ class Level:
         size_below: rows of a vector on the level below.
         bases: of nodes of positive rank, by shape.
         couplings: of pairs of siblings of positive rank, by shape.
+        far: of other pairs, where there is a near field.
     """
 
     ranks: Tensor
     size_below: int
     bases: tuple[Basis, ...]
     couplings: tuple[Coupling, ...]
+    far: tuple[Coupling, ...] = ()
 
     @property
     def size(self) -> int:
@@ -173,8 +185,9 @@ class Level:
     @property
     def num_stored(self) -> int:
         """Stored floats."""
+        couplings = (*self.couplings, *self.far)
         return sum(basis.num_stored for basis in self.bases) + sum(
-            coupling.num_stored for coupling in self.couplings
+            coupling.num_stored for coupling in couplings
         )
 
     def gather(self, below: Tensor) -> Tensor:
@@ -192,6 +205,6 @@ class Level:
         return below
 
     def add_couplings(self, inputs: Tensor, outputs: Tensor, scale: float = 1.0) -> None:
-        """Add the couplings between siblings, scaled, times ``inputs`` to ``outputs``."""
-        for coupling in self.couplings:
+        """Add the couplings, scaled, times ``inputs`` to ``outputs``."""
+        for coupling in (*self.couplings, *self.far):
             coupling.add_product(inputs, outputs, scale)

@@ -4,14 +4,16 @@ With a binary tree over the rows (paper, §4, Algorithm 4.1; S = 0 in Eq. 1.3), 
 leaves on the diagonal are dense, and the block between two siblings i, j on any level is
 P_i H[S_i, S_j] P_jᵀ: entries between few *skeleton* rows, interpolated to all rows. P_i of a parent
 interpolates to the skeletons of its children only, which makes storage and product linear in N.
+A global part V Vᵀ of low rank may come on top; the rest is then the tree's.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,17 +24,23 @@ from hcurv.hierarchical.definite import least_damping
 from hcurv.hierarchical.elimination import IndefiniteError
 from hcurv.hierarchical.factorization import Factorization, NotPositiveDefiniteError
 from hcurv.hierarchical.factorize import factorize_levels
-from hcurv.hierarchical.levels import LeafBlocks, Level
+from hcurv.hierarchical.global_part import GlobalPart
+from hcurv.hierarchical.levels import Coupling, LeafBlocks, Level
 from hcurv.hierarchical.parts import map_tensors, tensors_of
+from hcurv.hierarchical.plan import Plan
 from hcurv.indexing import Index, Indices, resolve_indices, resolve_pairs
 from hcurv.operators import SymmetricOperator
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["BuildRecord", "HMatrix"]
+__all__ = ["BuildRecord", "HMatrix", "NearFieldWarning"]
 
 _COLUMN_FLOATS = 2**23  # of a vector of the lowest level, taken at a time
+
+
+class NearFieldWarning(UserWarning):
+    """A factorization is not one of the matrix itself, which has a near field."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,7 @@ class BuildRecord:
         num_capped: nodes that the cap kept from the tolerance.
         estimated_error: relative error estimated on what the build did not use.
         damping: with which it was made positive definite, or None.
+        plan: how the parts were chosen, or None if nothing was left open.
         seconds: time of each phase.
     """
 
@@ -61,6 +70,7 @@ class BuildRecord:
     num_capped: int
     estimated_error: float
     damping: float | None = None
+    plan: Plan | None = None
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
 
 
@@ -72,6 +82,8 @@ class HMatrix(SymmetricOperator):
         leaves: diagonal blocks.
         levels: bases and couplings, from the level of the leaves up to that below the root.
         record: how it was built.
+        global_part: what is added to all of this, or None.
+        near: blocks of pairs of near leaves, exact; none in the HSS form.
     """
 
     def __init__(
@@ -81,17 +93,22 @@ class HMatrix(SymmetricOperator):
         levels: tuple[Level, ...],
         record: BuildRecord,
         dtype: torch.dtype,
+        global_part: GlobalPart | None = None,
+        near: tuple[Coupling, ...] = (),
     ) -> None:
         self.tree = tree
         self.leaves = leaves
         self.levels = levels
         self.record = record
+        self.global_part = global_part
+        self.near = near
         self._dtype = dtype
 
     def __repr__(self) -> str:
         """Size, storage and error in one line."""
         return (
-            f"HMatrix(N={self.shape[0]}, depth={self.tree.depth}, ordering={self.tree.ordering!r},"
+            f"HMatrix(N={self.shape[0]}, global_rank={self.global_rank}, depth={self.tree.depth},"
+            f" ordering={self.tree.ordering!r},"
             f" compression_rate={self.compression_rate:.3g},"
             f" estimated_error={self.estimated_error:.2g}, dtype={self.dtype})"
         )
@@ -114,17 +131,31 @@ class HMatrix(SymmetricOperator):
     @property
     def num_stored(self) -> int:
         """Every stored float, padding included."""
-        return self.leaves.num_stored + sum(level.num_stored for level in self.levels)
+        levels = sum(level.num_stored for level in self.levels)
+        shared = 0 if self.global_part is None else self.global_part.num_stored
+        near = sum(blocks.num_stored for blocks in self.near)
+        return self.leaves.num_stored + near + levels + shared
 
     @property
     def nbytes(self) -> int:
         """Bytes of all stored floats and indices."""
-        return sum(t.nbytes for t in tensors_of((self.tree, self.leaves, self.levels)))
+        parts = (self.tree, self.leaves, self.levels, self.global_part, self.near)
+        return sum(t.nbytes for t in tensors_of(parts))
 
     @property
     def estimated_error(self) -> float:
         """Relative error as the build estimated it, from random vectors that it did not use."""
         return self.record.estimated_error
+
+    @property
+    def plan(self) -> Plan | None:
+        """How global rank, leaf size and ordering were chosen; prints as a table."""
+        return self.record.plan
+
+    @property
+    def global_rank(self) -> int:
+        """Columns of the global part."""
+        return 0 if self.global_part is None else self.global_part.rank
 
     @property
     def ranks(self) -> tuple[Tensor, ...]:
@@ -140,6 +171,8 @@ class HMatrix(SymmetricOperator):
             inputs = rhs.new_zeros(kept.numel() + 1, rhs[:, columns].shape[1])
             torch.index_select(rhs[:, columns], 0, kept, out=inputs[:-1])
             result[:, columns].index_copy_(0, kept, self._apply(inputs)[:-1])
+        if self.global_part is not None:
+            self.global_part.add_product(rhs, result)
         return result
 
     def _apply(self, inputs: Tensor) -> Tensor:
@@ -152,6 +185,8 @@ class HMatrix(SymmetricOperator):
             level.add_couplings(values, outputs)
             outputs = level.spread(outputs)
         self.leaves.add_product(inputs, outputs)
+        for blocks in self.near:
+            blocks.add_product(inputs, outputs)
         return outputs
 
     def diagonal(self) -> Tensor:
@@ -162,6 +197,8 @@ class HMatrix(SymmetricOperator):
         ordered[self.leaves.rows] = self.leaves.values.diagonal(dim1=1, dim2=2)
         result = ordered.new_zeros(self.shape[0])
         result[self.tree.permutation] = ordered[:-1]
+        if self.global_part is not None:
+            result += self.global_part.diagonal(self.shape[0])
         return result
 
     def block(self, rows: Index, cols: Index) -> Tensor:
@@ -169,13 +206,21 @@ class HMatrix(SymmetricOperator):
         with torch.no_grad():
             row_index = resolve_indices(rows, self.shape[0], self.device, "rows")
             col_index = resolve_indices(cols, self.shape[0], self.device, "cols")
-            return elements.block(self, row_index, col_index)
+            values = elements.block(self, row_index, col_index)
+            if self.global_part is not None:
+                left, right = (self.global_part.rows_of(i) for i in (row_index, col_index))
+                values.addmm_(left, right.T)
+            return values
 
     def pairs(self, rows: Indices, cols: Indices) -> Tensor:
         """The entries A[rows[j], cols[j]] of the compressed matrix, elementwise."""
         with torch.no_grad():
             index = resolve_pairs(rows, cols, self.shape[0], self.device)
-            return elements.pairs(self, *index)
+            values = elements.pairs(self, *index)
+            if self.global_part is not None:
+                left, right = (self.global_part.rows_of(i) for i in index)
+                values += torch.linalg.vecdot(left, right)
+            return values
 
     def factorize(self, damping: float | Tensor = 0.0, *, definite: bool = True) -> Factorization:
         """Factorize A + damping·I: the key to solving, log-determinants, samples, variances.
@@ -192,6 +237,9 @@ class HMatrix(SymmetricOperator):
                 which it is.
             InsufficientMemoryError: the factors would not fit into free memory.
 
+        Warns:
+            NearFieldWarning: A has a near field, and is compressed to HSS form for this.
+
         Example:
             >>> F = A.factorize(damping=1e-3)
             >>> F.solve(b), F.logdet(), F.sample(10), F.inverse_diagonal()
@@ -201,21 +249,39 @@ class HMatrix(SymmetricOperator):
         )
         if given.numel() != 1 or not math.isfinite(value := given.detach().item()):
             raise ValueError(f"damping must be one finite number; got {damping!r}")
-        has_zeros = self.tree.num_kept < self.tree.size
+        matrix = self
+        if self.near:
+            matrix = self.without_near_field()
+            warnings.warn(
+                "A has a near field, which factorizations do not know: what is factorized is A"
+                f" compressed to HSS form, with an error of about {matrix.estimated_error:.1e}. Use"
+                " it as a preconditioner, hcurv.cg(A, b, preconditioner=F)",
+                NearFieldWarning,
+                stacklevel=2,
+            )
+        number = given.reshape(())
         with torch.no_grad():
-            try:
-                if has_zeros and (value <= 0 if definite else value == 0):
-                    raise IndefiniteError
-                factors = factorize_levels(self, value, definite)
-            except IndefiniteError:
-                raise self._indefinite(value, definite) from None
+            result = matrix._factorize_tree(number, value, definite)
+            if self.global_part is None:
+                return result
+            return result.updated(self.global_part, definite)
+
+    def _factorize_tree(self, damping: Tensor, value: float, definite: bool) -> Factorization:
+        """The factorization without global part and near field."""
+        has_zeros = self.tree.num_kept < self.tree.size
+        try:
+            if has_zeros and (value <= 0 if definite else value == 0):
+                raise IndefiniteError
+            factors = factorize_levels(self, value, definite)
+        except IndefiniteError:
+            raise self._indefinite(value, definite) from None
         num_negative = factors.num_negative
         if has_zeros and value < 0:
             num_negative += self.tree.size - self.tree.num_kept
         return Factorization(
             self.tree,
             factors.levels,
-            given.reshape(()),
+            damping,
             factors.log_determinant,
             num_negative,
             self.dtype,
@@ -230,10 +296,11 @@ class HMatrix(SymmetricOperator):
                 damping,
                 damping,
             )
-        lowest, smallest = least_damping(self)
+        lowest, smallest = least_damping(self.hierarchical_part)
+        what = "A" if self.global_part is None else "A (without its global part)"
         return NotPositiveDefiniteError(
             f"A + damping·I is not positive definite for damping = {damping:.3e}: compression (or"
-            f" rounding) left eigenvalues of A down to about {lowest:.2e}. Use"
+            f" rounding) left eigenvalues of {what} down to about {lowest:.2e}. Use"
             f" damping={smallest:.2e} or more, or compress with positive_definite=True,"
             " damping=… (positive)",
             damping,
@@ -251,12 +318,43 @@ class HMatrix(SymmetricOperator):
         def move(tensor: Tensor) -> Tensor:
             return tensor.to(device, kind if tensor.is_floating_point() else None)
 
-        tree, leaves, levels = map_tensors(move, (self.tree, self.leaves, self.levels))
-        return HMatrix(tree, leaves, levels, self.record, kind)
+        parts = (self.tree, self.leaves, self.levels, self.global_part, self.near)
+        tree, leaves, levels, global_part, near = map_tensors(move, parts)
+        return HMatrix(tree, leaves, levels, self.record, kind, global_part, near)
 
     def with_leaves(self, leaves: LeafBlocks) -> HMatrix:
         """This matrix with other diagonal blocks."""
-        return HMatrix(self.tree, leaves, self.levels, self.record, self.dtype)
+        return self._with(leaves=leaves)
+
+    @property
+    def hierarchical_part(self) -> HMatrix:
+        """This matrix without its global part."""
+        return self._with(global_part=None)
+
+    def without_near_field(self) -> HMatrix:
+        """This matrix with its tree and near field compressed to HSS form, as accurately."""
+        if not self.near:
+            return self
+        from hcurv.hierarchical.compress import compress
+
+        rest = self.hierarchical_part
+        probes = torch.Generator().manual_seed(self.record.seed)
+        vectors = torch.randn(self.shape[0], 16, dtype=self.dtype, generator=probes).to(self.device)
+        share = torch.linalg.vector_norm(rest @ vectors) / torch.linalg.vector_norm(self @ vectors)
+        result = compress(
+            rest,
+            tolerance=self.record.tolerance / max(float(share), self.record.tolerance),
+            leaf_size=self.record.leaf_size,
+            global_rank=0,
+            ordering=torch.cat([self.tree.permutation, self.tree.zero_rows]),
+            seed=self.record.seed,
+        )
+        return result._with(global_part=self.global_part)
+
+    def _with(self, **parts: Any) -> HMatrix:
+        own = {name: getattr(self, name) for name in ("tree", "leaves", "levels", "record")}
+        own |= {"dtype": self.dtype, "global_part": self.global_part, "near": self.near}
+        return HMatrix(**{**own, **parts})
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write to a safetensors file, atomically; `hcurv.load` reads it."""

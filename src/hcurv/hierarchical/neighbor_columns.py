@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from hcurv.cluster_tree import ClusterTree, Distance
-from hcurv.hierarchical.levels import LeafBlocks, Level
+from hcurv.hierarchical.interactions import Interactions
+from hcurv.hierarchical.levels import Coupling, LeafBlocks, Level
 from hcurv.neighbors import neighbor_lists
 from hcurv.operators import EntrySource
 from hcurv.sources import blocks
@@ -34,6 +35,7 @@ class NeighborSampler:
         tree: clusters.
         diagonal: of the source.
         distance: of the neighbours.
+        interactions: columns close to a node are left out of its samples.
         seed: of all random choices.
     """
 
@@ -43,9 +45,10 @@ class NeighborSampler:
         tree: ClusterTree,
         diagonal: Tensor,
         distance: Distance,
+        interactions: Interactions,
         seed: int,
     ) -> None:
-        self._source = source
+        self._source, self._interactions = source, interactions
         self._tree = tree
         self._depth = tree.depth
         self._generator = torch.Generator(source.device).manual_seed(seed)
@@ -82,8 +85,8 @@ class NeighborSampler:
         """Estimate of ‖H‖_F from a few columns."""
         return float(torch.linalg.vector_norm(self._products, dtype=torch.float64))
 
-    def begin(self, leaves: LeafBlocks) -> None:
-        """Nothing is needed of the leaf blocks."""
+    def begin(self, leaves: LeafBlocks, near: tuple[Coupling, ...]) -> None:
+        """Nothing is needed of the blocks."""
 
     def grow(self, num_columns: int) -> None:
         """Use more columns from now on."""
@@ -94,7 +97,12 @@ class NeighborSampler:
         bounds = self._tree.bounds(self._depth)
         begin, end = bounds[nodes], bounds[nodes + 1]
         positions = torch.cat([self._positions, self._positions.new_full((1,), -1)])[table]
-        columns, weights = self._choose(begin, end, positions)
+        close = None
+        if self._interactions.near.numel():
+            close = self._interactions.is_close(self._depth, nodes)
+        columns, weights = self._choose(begin, end, positions, close)
+        if close is not None:
+            weights = weights.masked_fill(self._among(columns, close), 0.0)
         rows = self._tree.permutation
         index = torch.cat([rows, rows.new_full((1,), -1)])
         return blocks(self._source, index[positions], index[columns]).mul_(weights[:, None])
@@ -111,7 +119,15 @@ class NeighborSampler:
         inputs[self._columns, places] = self._weights
         return inputs, self._products
 
-    def _choose(self, begin: Tensor, end: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _among(self, columns: Tensor, close: Tensor) -> Tensor:
+        """Which columns, (B, s) in tree order, lie in nodes that each node is close to."""
+        bounds = self._tree.bounds(self._depth)
+        owners = torch.searchsorted(bounds[1:].contiguous(), columns.clamp(min=0), right=True)
+        return close.gather(1, owners.clamp_(max=close.shape[1] - 1))
+
+    def _choose(
+        self, begin: Tensor, end: Tensor, positions: Tensor, close: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Columns of each node in tree order, -1 for none, and their weights, (B, s)."""
         dtype, device = self._source.dtype, positions.device
         num_outside = self._tree.permutation.numel() - (end - begin)
@@ -121,7 +137,7 @@ class NeighborSampler:
             columns = _skip(offsets, begin, end)
             columns = columns.masked_fill(offsets >= num_outside[:, None], -1)
             return columns, torch.ones(columns.shape, dtype=dtype, device=device)
-        near = self._vote(begin, end, positions, count)
+        near = self._vote(begin, end, positions, count, close)
         even, weights = self._draw(begin, end, count // 2)
         ones = torch.ones(near.shape, dtype=dtype, device=device)
         return torch.cat([near, even], 1), torch.cat([ones, weights.to(dtype)], 1)
@@ -156,11 +172,15 @@ class NeighborSampler:
         drawn, weights = self._draw(none, none, min(_HELD_OUT, rows.numel()))
         return rows[drawn[0]], weights[0].to(self._source.dtype)
 
-    def _vote(self, begin: Tensor, end: Tensor, positions: Tensor, count: int) -> Tensor:
+    def _vote(
+        self, begin: Tensor, end: Tensor, positions: Tensor, count: int, close: Tensor | None
+    ) -> Tensor:
         """The neighbours outside of a node with the largest sums of squared entries, (B, count)."""
         none = self._tree.permutation.numel()
         found = self._neighbors[positions].flatten(1)
         inside = (found >= begin[:, None]) & (found < end[:, None])
+        if close is not None:
+            inside |= self._among(found, close)
         found, order = found.masked_fill(inside | (found < 0), none).sort(dim=1, stable=True)
         squares = self._squares[positions].flatten(1).gather(1, order)
         new = torch.ones_like(found, dtype=torch.bool)

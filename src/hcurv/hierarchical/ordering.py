@@ -1,4 +1,4 @@
-"""Choose an ordering: score the candidates on a few runs of consecutive rows."""
+"""Choose an ordering from entries alone: score the candidates on a few runs of consecutive rows."""
 
 from __future__ import annotations
 
@@ -8,58 +8,46 @@ import torch
 from torch import Tensor
 
 from hcurv.cluster_tree import ClusterTree, cluster
-from hcurv.hierarchical.sketch import random_products
 from hcurv.interpolative import interpolate_rows
 from hcurv.operators import EntrySource
-from hcurv.sources import blocks, has_product, structural_orders
+from hcurv.sources import blocks, structural_orders
 
-__all__ = ["choose_tree"]
+__all__ = ["choose_tree", "default_leaf_size"]
 
 _COLUMNS = 128  # of the samples
 _RUNS = ((64, 32), (256, 8))  # (rows, number) of the runs that are looked at
 _DEFAULT_TOLERANCE = 1e-2
 
 
+def default_leaf_size(tolerance: float) -> int:
+    """Leaves that do well on the whole."""
+    return 128 if tolerance >= 1e-2 else 512
+
+
 def choose_tree(
     source: EntrySource, leaf_size: int, tolerance: float, diagonal: Tensor, seed: int
-) -> tuple[ClusterTree, tuple[Tensor, Tensor] | None]:
+) -> ClusterTree:
     """The tree of the best ordering: structural ones if the source offers any, else by distance.
 
     The score of an order is the share of rows from which runs of consecutive rows have to be
     interpolated, if what is left outside of their own blocks shall be as small as the tolerance
-    asks of nodes of that size. If the source has products, a sketch was made for it; it is returned
-    in the order of the tree, as `random_products` gives it.
+    asks of nodes of that size.
     """
     names = list(structural_orders(source)) or ["natural", "angle", "gram"]
     trees = {
         name: cluster(source, leaf_size=leaf_size, ordering=name, seed=seed, diagonal=diagonal)
         for name in names
     }
-    rows = trees[names[0]].permutation.sort().values
     generator = torch.Generator(source.device).manual_seed(seed)
-    sketch = None
-    if has_product(source):
-        sketch = random_products(source, rows, _COLUMNS, generator)
     scores = {
-        name: _score(source, tree.permutation, rows, sketch, tolerance, generator)
-        for name, tree in trees.items()
+        name: _score(source, tree.permutation, tolerance, generator) for name, tree in trees.items()
     }
     best = min(names, key=lambda name: scores[name])
-    tree = replace(trees[best], scores=scores)
-    if sketch is not None:
-        places = torch.searchsorted(rows, tree.permutation)
-        places = torch.cat([places, places.new_full((1,), rows.numel())])
-        sketch = (sketch[0].index_select(0, places), sketch[1].index_select(0, places))
-    return tree, sketch
+    return replace(trees[best], scores=scores)
 
 
 def _score(
-    source: EntrySource,
-    order: Tensor,
-    rows: Tensor,
-    sketch: tuple[Tensor, Tensor] | None,
-    tolerance: float,
-    generator: torch.Generator,
+    source: EntrySource, order: Tensor, tolerance: float, generator: torch.Generator
 ) -> float:
     shares = []
     for length, number in _RUNS:
@@ -69,15 +57,9 @@ def _score(
         number = min(number, order.numel() // length)
         starts = torch.linspace(0, order.numel() - length, number, device=order.device).long()
         index = order[starts[:, None] + torch.arange(length, device=order.device)]
-        if sketch is not None:
-            inputs, outputs = sketch
-            places = torch.searchsorted(rows, index)
-            samples = outputs[places] - blocks(source, index, index) @ inputs[places]
-            norm = torch.linalg.vector_norm(outputs, dtype=torch.float64)
-        else:
-            samples = _outside(source, order, starts, index, generator)
-            norm = torch.linalg.vector_norm(samples, dtype=torch.float64)
-            norm = norm * (order.numel() / index.numel()) ** 0.5
+        samples = _outside(source, order, starts, index, generator)
+        norm = torch.linalg.vector_norm(samples, dtype=torch.float64)
+        norm = norm * (order.numel() / index.numel()) ** 0.5
         num_nodes = 2 * order.numel() / length
         allowed = (tolerance or _DEFAULT_TOLERANCE) * float(norm) / (2 * num_nodes) ** 0.5
         found = interpolate_rows(samples, None, allowed, random_columns=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hcurv.hierarchical.interactions import Interactions
 from hcurv.operators import EntrySource
 
 __all__ = ["SkeletonSampler"]
@@ -23,14 +24,22 @@ class SkeletonSampler:
         scales: how much each of them weighs in the whole matrix, one more for padding.
         starts: first row of each node.
         counts: number of its rows.
+        interactions: nodes that are close to one another have no columns in common.
     """
 
     gain = 1.0  # columns are weighted: samples have the norm of what they stand for
 
     def __init__(
-        self, source: EntrySource, rows: Tensor, scales: Tensor, starts: Tensor, counts: Tensor
+        self,
+        source: EntrySource,
+        rows: Tensor,
+        scales: Tensor,
+        starts: Tensor,
+        counts: Tensor,
+        interactions: Interactions,
     ) -> None:
         self.entries = source.block(rows, rows)
+        self._interactions = interactions
         self._scales, self._starts, self._counts = scales, starts, counts
 
     @property
@@ -47,6 +56,12 @@ class SkeletonSampler:
         beyond = columns >= self.num_columns
         columns = columns.clamp(max=self.num_columns - 1)
         weights = self._scales[columns].masked_fill_(beyond, 0.0)
+        if self._interactions.near.numel():
+            level = self._counts.numel().bit_length() - 1
+            numbers = torch.arange(self._counts.numel(), device=table.device)
+            owners = numbers.repeat_interleave(self._counts)[columns]
+            close = self._interactions.is_close(level, nodes)
+            weights = weights.masked_fill(close.gather(1, owners), 0.0)
         padding = table >= self.num_columns
         rows = table.masked_fill(padding, 0)
         values = self.entries[rows[:, :, None], columns[:, None]].mul_(weights[:, None])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hcurv.hierarchical.levels import LeafBlocks, Level
+from hcurv.hierarchical.levels import Coupling, LeafBlocks, Level
 from hcurv.memory import require_bytes
 from hcurv.operators import EntrySource
 
@@ -53,8 +53,9 @@ class SketchSampler:
         self._rows = rows
         self._generator = torch.Generator(source.device).manual_seed(seed)
         self._panels: list[_Panel] = []
-        self._known = None if known is None else _Panel(*known)
+        self._known = None if known is None else _Panel(known[0], known[1].clone())
         self._leaves: LeafBlocks | None = None
+        self._near: tuple[Coupling, ...] = ()
         self._levels: list[Level] = []
         self._held_out = self._draw(_HELD_OUT)
         self._squares = 0.0  # ‖HΩ‖_F² ...
@@ -75,9 +76,9 @@ class SketchSampler:
         """Estimate of ‖H‖_F."""
         return float((self._squares / max(1, self._num_squares)) ** 0.5)
 
-    def begin(self, leaves: LeafBlocks) -> None:
-        """Give the leaf blocks, before anything else."""
-        self._leaves = leaves
+    def begin(self, leaves: LeafBlocks, near: tuple[Coupling, ...]) -> None:
+        """Give the blocks of leaves and of near pairs of them, before anything else."""
+        self._leaves, self._near = leaves, near
 
     def grow(self, num_columns: int) -> None:
         """Draw until there are ``num_columns``, and carry the new ones to the current level."""
@@ -99,6 +100,8 @@ class SketchSampler:
             )
             self._num_squares += panel.inputs.shape[1]
             self._leaves.add_product(panel.inputs, panel.outputs, -1.0)
+            for blocks in self._near:
+                blocks.add_product(panel.inputs, panel.outputs, -1.0)
             for level in self._levels:
                 panel = _carry(panel, level)
             self._panels.append(panel)

@@ -23,8 +23,10 @@ from torch import Tensor
 from hcurv.cluster_tree import ClusterTree
 from hcurv.hierarchical.elimination import Elimination, LevelFactor, Split
 from hcurv.hierarchical.factorization import Factorization
+from hcurv.hierarchical.global_part import GlobalPart, GlobalUpdate
 from hcurv.hierarchical.levels import Basis, Coupling, LeafBlocks, Level
 from hcurv.hierarchical.matrix import BuildRecord, HMatrix
+from hcurv.hierarchical.plan import Plan
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -32,7 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["FileFormatError", "load", "save"]
 
 _MATRIX, _FACTORIZATION = "hcurv.HMatrix", "hcurv.Factorization"
-_VERSION = 1
+_VERSION = 2  # 2: global parts, near fields
+_COUPLINGS = ("couplings", "far")
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _INT32 = torch.iinfo(torch.int32).max
 
@@ -113,20 +116,42 @@ def _checksum(tensor: Tensor) -> int:
 def _matrix_tensors(matrix: HMatrix) -> dict[str, Tensor]:
     """What cannot be made of other parts."""
     tensors = {"leaves.values": matrix.leaves.values}
+    if matrix.global_part is not None:
+        tensors["global.rows"] = matrix.global_part.rows
+        tensors["global.factor"] = matrix.global_part.factor
     for number, level in enumerate(matrix.levels):
         tensors[f"levels.{number}.ranks"] = level.ranks
         for place, basis in enumerate(level.bases):
             for part in ("nodes", "skeleton", "rest", "weights"):
                 tensors[f"levels.{number}.bases.{place}.{part}"] = getattr(basis, part)
-        for place, coupling in enumerate(level.couplings):
-            for part in ("parents", "values"):
-                tensors[f"levels.{number}.couplings.{place}.{part}"] = getattr(coupling, part)
+        for kind in _COUPLINGS:
+            _add_couplings(tensors, f"levels.{number}.{kind}", getattr(level, kind))
+    _add_couplings(tensors, "near", matrix.near)
     return tensors
+
+
+def _add_couplings(tensors: dict[str, Tensor], name: str, parts: tuple[Coupling, ...]) -> None:
+    for place, coupling in enumerate(parts):
+        tensors[f"{name}.{place}.pairs"] = coupling.pairs
+        tensors[f"{name}.{place}.values"] = coupling.values
+
+
+def _read_couplings(
+    tensors: Mapping[str, Tensor], name: str, count: int, sizes: Tensor
+) -> tuple[Coupling, ...]:
+    return tuple(
+        Coupling.of(tensors[f"{name}.{place}.pairs"], sizes, tensors[f"{name}.{place}.values"])
+        for place in range(count)
+    )
 
 
 def _describe_matrix(matrix: HMatrix) -> dict[str, Any]:
     return {
-        "levels": [[len(level.bases), len(level.couplings)] for level in matrix.levels],
+        "levels": [
+            [len(level.bases), *(len(getattr(level, kind)) for kind in _COUPLINGS)]
+            for level in matrix.levels
+        ],
+        "near": len(matrix.near),
         "record": asdict(matrix.record),
     }
 
@@ -141,6 +166,9 @@ def _factor_tensors(stored: Factorization) -> dict[str, Tensor]:
                 values = getattr(step, field.name)
                 if values is not None:
                     tensors[f"levels.{number}.eliminations.{place}.{field.name}"] = values
+    if stored.update is not None:
+        for part in ("rows", "basis", "values"):
+            tensors[f"update.{part}"] = getattr(stored.update, part)
     return tensors
 
 
@@ -150,6 +178,7 @@ def _describe_factors(stored: Factorization) -> dict[str, Any]:
         "damping": stored.damping,
         "log_determinant": stored.log_determinant,
         "num_negative": stored.num_negative,
+        "update_between": stored.update is not None and stored.update.between,
     }
 
 
@@ -207,6 +236,10 @@ def _read_description(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]
         raise FileFormatError(
             f"{path} has format version {version}, this hcurv reads up to {_VERSION}: upgrade hcurv"
         )
+    if int(version) < _VERSION:
+        raise FileFormatError(
+            f"{path} has format version {version}, which is no longer read: compress again"
+        )
     text = metadata.get("description", "")
     if str(zlib.crc32(text.encode())) != metadata.get("checksum"):
         raise FileFormatError(f"{path} is damaged: checksums do not match; write it again")
@@ -228,22 +261,33 @@ def _make_matrix(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
     tree = _make_tree(description, tensors)
     levels: list[Level] = []
     size_below = tree.num_kept
-    for number, (num_bases, num_couplings) in enumerate(description["levels"]):
+    for number, (num_bases, *counts) in enumerate(description["levels"]):
         ranks = tensors[f"levels.{number}.ranks"]
-        bases, couplings = [], []
+        bases = []
         for place in range(num_bases):
             name = f"levels.{number}.bases.{place}"
             parts = [tensors[f"{name}.{part}"] for part in ("skeleton", "rest", "weights")]
             bases.append(Basis.of(tensors[f"{name}.nodes"], ranks, *parts))
-        for place in range(num_couplings):
-            name = f"levels.{number}.couplings.{place}"
-            coupling = Coupling.of(tensors[f"{name}.parents"], ranks, tensors[f"{name}.values"])
-            couplings.append(coupling)
-        levels.append(Level(ranks, size_below, tuple(bases), tuple(couplings)))
+        couplings = [
+            _read_couplings(tensors, f"levels.{number}.{kind}", count, ranks)
+            for kind, count in zip(_COUPLINGS, counts, strict=True)
+        ]
+        levels.append(Level(ranks, size_below, tuple(bases), *couplings))
         size_below = levels[-1].size
-    leaves = LeafBlocks.of(tree.bounds(tree.depth), tensors["leaves.values"])
-    record = BuildRecord(**description["record"])
-    return HMatrix(tree, leaves, tuple(levels), record, _DTYPES[description["dtype"]])
+    bounds = tree.bounds(tree.depth)
+    leaves = LeafBlocks.of(bounds, tensors["leaves.values"])
+    near = _read_couplings(tensors, "near", description["near"], bounds.diff())
+    record = _make_record(description["record"])
+    global_part = None
+    if "global.rows" in tensors:
+        global_part = GlobalPart(tensors["global.rows"], tensors["global.factor"])
+    dtype = _DTYPES[description["dtype"]]
+    return HMatrix(tree, leaves, tuple(levels), record, dtype, global_part, near)
+
+
+def _make_record(values: Mapping[str, Any]) -> BuildRecord:
+    plan = values.get("plan")
+    return BuildRecord(**{**values, "plan": None if plan is None else Plan.from_dict(plan)})
 
 
 def _make_factorization(
@@ -265,6 +309,14 @@ def _make_factorization(
             eliminations.append(Elimination(**parts))  # type: ignore[arg-type]
         levels.append(LevelFactor(split, size, size_below, tuple(eliminations)))
         size_below = size
+    update = None
+    if "update.rows" in tensors:
+        update = GlobalUpdate(
+            tensors["update.rows"],
+            tensors["update.basis"],
+            tensors["update.values"],
+            bool(description["update_between"]),
+        )
     return Factorization(
         tree,
         tuple(levels),
@@ -272,4 +324,5 @@ def _make_factorization(
         description["log_determinant"],
         description["num_negative"],
         _DTYPES[description["dtype"]],
+        update,
     )

@@ -1,0 +1,118 @@
+"""Ranks that a tree would need, from building a few of its subtrees.
+
+The build itself, on few nodes and without keeping anything: rows of the leaves are interpolated
+from samples of what is outside of them, their skeletons are the rows of their parents, and so on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hcurv.interpolative import interpolate_rows
+from hcurv.operators import EntrySource
+from hcurv.sources import blocks
+
+__all__ = ["Subtrees", "TrialLevel"]
+
+
+@dataclass(frozen=True)
+class TrialLevel:
+    """Ranks of some nodes of one level.
+
+    Attributes:
+        length: rows of a node.
+        ranks: (B,).
+        rows: rows that were left of each node before, (B,).
+    """
+
+    length: int
+    ranks: Tensor
+    rows: Tensor
+
+
+class Subtrees:
+    """A few subtrees of an order.
+
+    Args:
+        source: the matrix.
+        order: its rows in tree order.
+        places: where rows of the matrix lie in sketches and global factors, (N,).
+        length: rows of a subtree.
+        leaf_length: rows of a leaf, a power-of-two part of it.
+        number: of subtrees.
+    """
+
+    def __init__(
+        self,
+        source: EntrySource,
+        order: Tensor,
+        places: Tensor,
+        length: int,
+        leaf_length: int,
+        number: int,
+    ) -> None:
+        self._source, self._places, self.leaf_length = source, places, leaf_length
+        number = max(1, min(number, order.numel() // length))
+        starts = torch.linspace(0, order.numel() - length, number, device=order.device).long()
+        index = order[starts[:, None] + torch.arange(length, device=order.device)]
+        self._leaves = index.view(-1, leaf_length)
+        self._num_levels = (length // leaf_length).bit_length()
+        self._blocks = blocks(source, self._leaves, self._leaves)
+
+    def ranks(
+        self, inputs: Tensor, outputs: Tensor, factor: Tensor, tolerance: float
+    ) -> list[TrialLevel]:
+        """Build, from the leaves up.
+
+        Args:
+            inputs: Ω, (rows + 1, s), in the order of ``places``.
+            outputs: HΩ.
+            factor: V of a global part, (rows, g).
+            tolerance: error of a node over all columns.
+        """
+        rows = self._leaves
+        index = self._places[rows]
+        vectors, local = inputs[index], factor[index]
+        samples = torch.baddbmm(outputs[index], self._blocks, vectors, alpha=-1)
+        outside = factor.T @ inputs[:-1] - local.transpose(1, 2) @ vectors
+        samples.baddbmm_(local, outside, alpha=-1)
+        scales = torch.ones(rows.shape, dtype=samples.dtype, device=rows.device)
+        present = torch.ones_like(rows, dtype=torch.bool)
+        length, found = rows.shape[1], []
+        for level in range(self._num_levels):
+            if level:
+                rows, present, scales = (_pair(part) for part in (rows, present, scales))
+                half = rows.shape[1] // 2
+                entries = blocks(self._source, rows[:, :half], rows[:, half:])
+                index = self._places[rows]
+                local = factor[index] * present[:, :, None]
+                entries *= present[:, :half, None] & present[:, None, half:]
+                entries.baddbmm_(local[:, :half], local[:, half:].transpose(1, 2), alpha=-1)
+                samples, vectors = _pair(samples), _pair(vectors)
+                samples[:, :half].baddbmm_(entries, vectors[:, half:], alpha=-1)
+                samples[:, half:].baddbmm_(entries.transpose(1, 2), vectors[:, :half], alpha=-1)
+            weighted = samples * (scales * present)[:, :, None]
+            result = interpolate_rows(weighted, None, tolerance, random_columns=True)
+            found.append(TrialLevel(length, result.ranks, present.sum(1)))
+            length *= 2
+            kept = torch.arange(result.skeleton.shape[1], device=rows.device)
+            kept = kept < result.ranks[:, None]
+            skeleton = result.skeleton * kept
+            own = scales.gather(1, skeleton)
+            weights = result.weights * own[:, None] / scales[:, :, None]
+            weights = weights * present[:, :, None]
+            vectors = weights.transpose(1, 2) @ vectors
+            squares = (scales * present).square()[:, None] @ weights.square()
+            samples = samples.gather(1, skeleton[:, :, None].expand(-1, -1, samples.shape[2]))
+            samples = samples * kept[:, :, None]
+            rows, present = rows.gather(1, skeleton), kept
+            scales = torch.where(kept, squares.squeeze(1).sqrt(), 1.0)
+        return found
+
+
+def _pair(values: Tensor) -> Tensor:
+    """Two neighbours as one, (2B, m, …) → (B, 2m, …)."""
+    return values.reshape(values.shape[0] // 2, 2 * values.shape[1], *values.shape[2:])

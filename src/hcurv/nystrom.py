@@ -1,0 +1,106 @@
+"""Leading eigenpairs from random sketches of a positive semi-definite matrix H.
+
+Nyström: with Y = HΩ, H ≈ Y (ΩᵀY)⁻¹ Yᵀ, which is at most H, so that what it leaves is positive
+semi-definite (Tropp, Yurtsever, Udell, Cevher 2017). Single precision is orthonormalized by Gram
+matrices in double precision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["double_gram", "leading", "nystrom", "nystrom_of_sketch", "orthonormal"]
+
+_GRAM_FLOATS = 2**24  # in double precision at a time
+_DEPENDENT = 1e-13  # eigenvalues of a Gram matrix, over the largest, that count as zero
+_TALL = 1 / 16  # columns over rows of a Gaussian matrix with singular values within 1 ± 1/4
+
+
+def orthonormal(columns: Tensor, rounds: int = 2) -> Tensor:
+    """A basis of the range of tall columns; of single precision by Gram matrices in double.
+
+    One round makes it well conditioned, a second one orthonormal.
+    """
+    if columns.dtype == torch.float64:
+        basis, triangle = torch.linalg.qr(columns)
+        sizes = triangle.diagonal().abs()
+        if not sizes.numel() or bool((sizes > _DEPENDENT * sizes.max()).all()):
+            return basis  # type: ignore[no-any-return]
+        basis, values, _ = torch.linalg.svd(columns, full_matrices=False)
+        basis = basis[:, values > torch.finfo(columns.dtype).eps * values[:1]]
+        return basis  # type: ignore[no-any-return]
+    for _ in range(rounds):
+        norms = torch.linalg.vector_norm(columns, dim=0)
+        columns = columns[:, norms > 0] / norms[norms > 0]
+        values, mixing = torch.linalg.eigh(double_gram(columns, columns))
+        keep = values > _DEPENDENT * values[-1:]
+        columns = columns @ (mixing[:, keep] * values[keep].rsqrt()).to(columns.dtype)
+    return columns
+
+
+def double_gram(left: Tensor, right: Tensor) -> Tensor:
+    """leftᵀ right in double precision."""
+    result = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float64, device=left.device)
+    step = max(1, _GRAM_FLOATS // max(1, left.shape[1]))
+    for first, second in zip(left.split(step), right.split(step), strict=True):
+        converted = first.double()
+        result.addmm_(converted.T, converted if left is right else second.double())
+    return result
+
+
+def leading(columns: Tensor, mixing: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Squared singular values, descending, and left singular vectors, of tall columns @ mixing.
+
+    Those that are zero to rounding are left out.
+    """
+    if columns.dtype == torch.float64:
+        columns = columns if mixing is None else columns @ mixing
+        vectors, singular, _ = torch.linalg.svd(columns, full_matrices=False)
+        keep = singular > torch.finfo(columns.dtype).eps * singular[:1]
+        return singular[keep].square(), vectors[:, keep]
+    gram = double_gram(columns, columns)
+    if mixing is not None:
+        gram = mixing.T @ gram @ mixing
+    values, rotation = torch.linalg.eigh(gram)
+    keep = values > 1e-14 * values[-1:]
+    values, rotation = values[keep].flip(0), rotation[:, keep].flip(1)
+    rotation = rotation * values.rsqrt()
+    rotation = rotation if mixing is None else mixing @ rotation
+    return values, columns @ rotation.to(columns.dtype)
+
+
+def nystrom(
+    product: Callable[[Tensor], Tensor], start: Tensor, power_iterations: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Leading eigenvalues, descending, and orthonormal eigenvectors, by products with H.
+
+    Args:
+        product: H times (N, k).
+        start: Gaussian Ω, (N, k).
+        power_iterations: how often Ω is replaced by a basis of HΩ first.
+    """
+    if start.shape[1] == 0:
+        return start.new_zeros(0), start
+    # A start with singular values about 1 keeps ΩᵀY as well conditioned as H allows.
+    start = start / math.sqrt(start.shape[0])
+    if start.shape[1] > _TALL * start.shape[0]:
+        start = orthonormal(start, rounds=1)
+    for _ in range(power_iterations):
+        start = orthonormal(product(start), rounds=1)
+    return nystrom_of_sketch(start, product(start))
+
+
+def nystrom_of_sketch(start: Tensor, sketch: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of Ω, with singular values about 1, and Y = HΩ."""
+    # A small shift makes the core positive definite in floating point; it is taken off again.
+    shift = torch.finfo(sketch.dtype).eps * float(torch.linalg.vector_norm(sketch))
+    sketch = torch.add(sketch, start, alpha=shift)
+    core = double_gram(start, sketch)
+    values, mixing = torch.linalg.eigh((core + core.T) / 2)
+    keep = values > 0.25 * shift
+    found, vectors = leading(sketch, mixing[:, keep] * values[keep].rsqrt())
+    return (found - shift).clamp_(min=0.0).to(sketch.dtype), vectors
