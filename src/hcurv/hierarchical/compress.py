@@ -45,7 +45,7 @@ _PRESETS = {
     "high": _Settings(leaf_size=1024, max_rank=1024, tolerance=5e-4),
 }
 _FINEST = 1e-7  # tolerance where storage is what is asked for
-_FITTING, _FIT_STEP = 12, 1.2  # trials to fit into max_storage, and their tolerances
+_FIT_STEP = 1.2  # of tolerances that are tried to fit into max_storage
 _WARN_BEYOND = 1.5  # times the tolerance, where a cap is to blame ...
 _WARN_UNCAPPED = 4.0  # ... or where it is not
 
@@ -237,13 +237,8 @@ def _compress(source: EntrySource, options: _Options) -> HMatrix:
     tolerance = options.settings.tolerance if prepared.plan is None else prepared.plan.tolerance
     most = options.max_floats
     result = _build(rest, prepared, options, tolerance, seconds)
-    for _ in range(_FITTING):
-        # The plan is an estimate: it may take another tolerance to fit.
-        if most is None or prepared.tree.num_kept == 0:
-            break
-        if result.num_stored <= most:
-            break
-        tolerance *= _FIT_STEP
+    while most is not None and result.num_stored > most and tolerance < 1:
+        tolerance *= _FIT_STEP  # the plan is an estimate
         result = _build(rest, prepared, options, tolerance, seconds)
     _warn(result)
     return result
