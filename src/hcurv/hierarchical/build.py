@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -21,6 +21,7 @@ from hcurv.hierarchical.assembly import (
     make_couplings,
 )
 from hcurv.hierarchical.buckets import group_by_shape
+from hcurv.hierarchical.error_budget import ErrorBudget, out_of_sample
 from hcurv.hierarchical.interactions import Interactions
 from hcurv.hierarchical.levels import Basis, Coupling, LeafBlocks, Level, row_table
 from hcurv.hierarchical.skeleton_columns import SkeletonSampler
@@ -128,8 +129,9 @@ class Builder:
         progress: bool = False,
     ) -> None:
         self._source, self._tree, self._interactions = source, tree, interactions
-        self._tolerance, self._max_rank, self._progress = tolerance, max_rank, progress
+        self._max_rank, self._progress = max_rank, progress
         self._skeletons: SkeletonSampler | None = None
+        self._budget = ErrorBudget(tolerance, tree.depth)
         self.num_capped = 0
         self.seconds: dict[str, float] = {}
 
@@ -214,12 +216,15 @@ class Builder:
         while True:
             needed = 0
             if self._skeletons is None and probing:
-                _, _, needed = self._try(sampler, [probe], rows)
+                needed = self._try(sampler, [probe], rows).columns_needed
             if needed <= sampler.num_columns:
-                parts, num_capped, needed = self._try(sampler, groups, rows)
+                tried = self._try(sampler, groups, rows)
+                needed = tried.columns_needed
             if needed <= sampler.num_columns:
-                self.num_capped += num_capped
-                return parts
+                self.num_capped += tried.num_capped
+                if sampler.norm > 0:
+                    self._budget.spend(tried.squared_error / sampler.norm**2)
+                return tried.parts
             with self.timed("samples"):
                 self._widen(sampler, rows, needed, depth)
 
@@ -253,16 +258,13 @@ class Builder:
         likely = num_columns_for(math.ceil(1.1 * rank)) if known else 2 * num_columns
         return min(likely, num_columns_for(min(self._max_rank, width)))
 
-    def _try(
-        self, sampler: Sampler, groups: list[Tensor], rows: _Rows
-    ) -> tuple[list[NodeInterpolations], int, int]:
-        """Interpolations, number of capped nodes, columns needed; stops where columns lack."""
-        num_nodes = 2 ** (self._tree.depth + 1) - 2
+    def _try(self, sampler: Sampler, groups: list[Tensor], rows: _Rows) -> _Tried:
+        """Interpolate nodes; stops where columns lack."""
         chosen = sampler if self._skeletons is None else self._skeletons
         random, num_columns = self._skeletons is None, chosen.num_columns
-        # Squares of errors add up over the nodes, for rows and columns.
-        tolerance = self._tolerance * sampler.norm * chosen.gain / math.sqrt(2 * num_nodes)
-        parts, num_capped, needed = [], 0, 0
+        depth = rows.counts.numel().bit_length() - 1
+        tolerance = self._budget.node_error(depth) * sampler.norm * chosen.gain
+        tried = _Tried()
         for group in groups:
             width = int(rows.counts[group].max())
             step = max(1, _GROUP_FLOATS // max(1, width * max(width, num_columns)))
@@ -274,14 +276,35 @@ class Builder:
                     found, capped = _scaled_interpolation(
                         samples, rows.scales[table], self._max_rank, tolerance, random
                     )
-                    parts.append(NodeInterpolations.trim(nodes, rows.counts[nodes], found))
-                num_capped += int(capped.sum())
+                    part = NodeInterpolations.trim(nodes, rows.counts[nodes], found)
+                tried.parts.append(part)
+                tried.num_capped += int(capped.sum())
+                errors = found.errors.double()
                 if random:
+                    errors = out_of_sample(errors, found.ranks, num_columns)
                     wanted = self._columns_needed(found.ranks, capped, num_columns, width)
-                    needed = max(needed, wanted)
-                if needed > num_columns:
-                    return parts, num_capped, needed
-        return parts, num_capped, needed
+                    tried.columns_needed = max(tried.columns_needed, wanted)
+                tried.squared_error += float((errors / chosen.gain).square().sum())
+                if tried.columns_needed > num_columns:
+                    return tried
+        return tried
+
+
+@dataclass
+class _Tried:
+    """Interpolations of nodes.
+
+    Attributes:
+        parts: what was found.
+        num_capped: nodes that the cap kept from their tolerance.
+        columns_needed: of samples, to choose so many rows safely.
+        squared_error: sum over the nodes.
+    """
+
+    parts: list[NodeInterpolations] = field(default_factory=list)
+    num_capped: int = 0
+    columns_needed: int = 0
+    squared_error: float = 0.0
 
 
 def _scaled_interpolation(

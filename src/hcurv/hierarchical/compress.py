@@ -19,6 +19,7 @@ from hcurv.hierarchical.interactions import near_leaves
 from hcurv.hierarchical.matrix import BuildRecord, HMatrix
 from hcurv.hierarchical.neighbor_columns import NeighborSampler
 from hcurv.hierarchical.ordering import choose_tree, default_leaf_size
+from hcurv.hierarchical.plan import tolerance_step
 from hcurv.hierarchical.planner import Prepared, prepare
 from hcurv.hierarchical.sketch import SketchSampler
 from hcurv.indexing import check_count
@@ -45,7 +46,8 @@ _PRESETS = {
     "high": _Settings(leaf_size=1024, max_rank=1024, tolerance=5e-4),
 }
 _FINEST = 1e-7  # tolerance where storage is what is asked for
-_FIT_STEP = 1.2  # of tolerances that are tried to fit into max_storage
+_FITS, _MOST_FITS = 2, 12  # builds to make better use of max_storage, or to fit into it at all
+_AIM, _WELL_USED = 0.97, 0.9  # shares of max_storage to aim at, and to be content with
 _WARN_BEYOND = 1.5  # times the tolerance, where a cap is to blame ...
 _WARN_UNCAPPED = 4.0  # ... or where it is not
 
@@ -235,13 +237,38 @@ def _compress(source: EntrySource, options: _Options) -> HMatrix:
     part = prepared.global_part
     rest = source if part is None else Remainder(source, part, diagonal)
     tolerance = options.settings.tolerance if prepared.plan is None else prepared.plan.tolerance
-    most = options.max_floats
     result = _build(rest, prepared, options, tolerance, seconds)
-    while most is not None and result.num_stored > most and tolerance < 1:
-        tolerance *= _FIT_STEP  # the plan is an estimate
-        result = _build(rest, prepared, options, tolerance, seconds)
+    if options.max_floats is not None and prepared.tree.num_kept:
+        result = _fit(result, options.max_floats, rest, prepared, options, seconds)
     _warn(result)
     return result
+
+
+def _fit(
+    first: HMatrix,
+    most: int,
+    rest: EntrySource,
+    prepared: Prepared,
+    options: _Options,
+    seconds: dict[str, float],
+) -> HMatrix:
+    """Build again until it fits into what is allowed, and makes use of it: plans are estimates."""
+    result, fitting, tolerance = first, None, first.record.tolerance
+    for attempt in range(_MOST_FITS):
+        fits = result.num_stored <= most
+        if fits and (fitting is None or result.num_stored > fitting.num_stored):
+            fitting = result
+        enough = attempt >= _FITS or result.num_stored >= _WELL_USED * most
+        if fits and (enough or tolerance <= options.settings.tolerance):
+            break
+        if fitting is not None and attempt >= _FITS:
+            break
+        step = tolerance_step(result.num_stored, int(_AIM * most))
+        tolerance = max(tolerance * step, options.settings.tolerance)
+        if tolerance >= 1:
+            break
+        result = _build(rest, prepared, options, tolerance, seconds)
+    return result if fitting is None else fitting
 
 
 def _build(

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Candidate", "Plan", "RankProfile", "tree_floats"]
+__all__ = ["Candidate", "Plan", "RankProfile", "tolerance_step", "tree_floats"]
 
-_RELIEF = 0.15  # exponent, measured on Gauss-Newton Hessians
+_RELIEF = 0.4  # exponent, measured on Gauss-Newton Hessians
+_DECAY = 0.7  # of floats with the tolerance, exponent, measured likewise
+_FIT = 2  # steps from which ranks of longer nodes are foretold
 
 
 @dataclass(frozen=True)
@@ -72,44 +74,56 @@ class RankProfile:
     """How ranks grow with the number of rows of a node.
 
     Attributes:
+        num_rows: of the matrix.
+        depth: of the tree that ranks were found in.
         lengths: numbers of rows, ascending.
-        ranks: mean ranks r of nodes of these lengths.
-        squares: means of r².
-        floats: mean floats of a node: its basis, and half of the coupling with its sibling,
-            (m − r) r + r²/2 if the skeletons of its children have m rows.
+        means: mean ranks r of nodes of these lengths.
+        roots: roots of the means of r².
         certain: whether all levels that were tried are among them: samples had columns enough.
     """
 
+    num_rows: int
+    depth: float
     lengths: tuple[int, ...]
-    ranks: tuple[float, ...]
-    squares: tuple[float, ...]
-    floats: tuple[float, ...]
+    means: tuple[float, ...]
+    roots: tuple[float, ...]
     certain: bool
 
     def at_leaf(self, length: float) -> float:
-        """Floats of a leaf with some number of rows, its block included."""
-        rank, square = self._at(length, self.ranks, 1), self._at(length, self.squares, 2)
-        return length**2 + max(0.0, length * rank - square / 2)
+        """Floats of a leaf with some number of rows: its block, and as `at`."""
+        mean, root = self._at(length, self.means), self._at(length, self.roots)
+        return length**2 + max(0.0, length * mean - root**2 / 2)
 
     def at(self, length: float) -> float:
-        """Floats of a node above the leaves."""
-        return self._at(length, self.floats, 2)
+        """Floats of a node above the leaves: its basis, and half of the coupling with its sibling.
 
-    def _at(self, length: float, values: tuple[float, ...], power: int) -> float:
-        """Between or beyond the known lengths: on lines in logarithmic scale."""
-        if not values:
+        They are (m − r) r + r²/2 if the skeletons of its children have m rows.
+        """
+        rows, rank = 2 * self._at(length / 2, self.roots), self._at(length, self.roots)
+        return max(0.0, rows - rank) * rank + rank**2 / 2
+
+    def _at(self, length: float, ranks: tuple[float, ...]) -> float:
+        """Between or beyond the known lengths: on lines in logarithmic scale.
+
+        A node of nearly all rows has few columns outside of it: its rows are counted by that share.
+        """
+        if not ranks or ranks[0] == 0.0:
             return 0.0
-        above = next((i for i, known in enumerate(self.lengths) if known >= length), None)
-        if above == 0:
-            return float(values[0] * (length / self.lengths[0]) ** power)
-        last = len(values) - 1 if above is None else above
-        if last == 0 or 0.0 in (values[last - 1], values[last]):
-            return values[last]
-        steps = math.log(self.lengths[last] / self.lengths[last - 1])
-        slope = math.log(values[last] / values[last - 1]) / steps
-        if above is None:
-            slope = min(max(slope, 0.0), float(power))
-        return float(values[last] * (length / self.lengths[last]) ** slope)
+        length = self._outside(length)
+        lengths = [self._outside(known) for known in self.lengths]
+        if length <= lengths[0]:
+            return ranks[0] * length / lengths[0]
+        last = next((i for i, known in enumerate(lengths) if known >= length), len(lengths) - 1)
+        if last == 0 or 0.0 in (ranks[last - 1], ranks[last]):
+            return ranks[last]
+        first = last - 1 if length <= lengths[-1] else max(0, last - _FIT)
+        slope = math.log(ranks[last] / ranks[first]) / math.log(lengths[last] / lengths[first])
+        if length > lengths[-1]:
+            slope = min(max(slope, 0.0), 1.0)
+        return float(ranks[last] * (length / lengths[last]) ** slope)
+
+    def _outside(self, length: float) -> float:
+        return length * (1 - length / max(1, self.num_rows))
 
 
 def tree_floats(num_rows: int, depth: int, profile: RankProfile) -> float:
@@ -118,6 +132,12 @@ def tree_floats(num_rows: int, depth: int, profile: RankProfile) -> float:
     if depth == 0:
         return float(length**2)
     above = sum(2**level * profile.at(num_rows / 2**level) for level in range(1, depth))
-    # With fewer nodes each of them may leave more, which makes all ranks smaller.
-    fewer = (length / profile.lengths[0]) ** -_RELIEF if profile.lengths else 1.0
+    # With fewer levels each of them may leave more, which makes all ranks smaller.
+    fewer = (depth / profile.depth) ** _RELIEF
     return float(2**depth * profile.at_leaf(length) + fewer * above)
+
+
+def tolerance_step(floats: int, wanted: int) -> float:
+    """By how much to change a tolerance that took some floats, to take ``wanted`` ones."""
+    step = math.pow(floats / max(1, wanted), 1 / _DECAY)
+    return min(max(step, 0.1), 10.0)

@@ -2,8 +2,9 @@
 
 A global part of rank g takes g floats a row, and makes the tree's ranks smaller. The ranks that a
 tolerance asks for are found in a few subtrees, which are built for several g; from how they grow
-with the length of a node follow the floats of a tree with leaves of any size. All products that
-were drawn for it serve the build, as samples or for the global part.
+with the length of a node follow the floats of a tree with leaves of any size. Products that were
+drawn for it serve the build, as samples or for the global part; those that sharpened a global part
+which is not used are lost.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from torch import Tensor
 from hcurv.cluster_tree import ClusterTree, cluster, depth_for
 from hcurv.hierarchical.build import num_columns_for
 from hcurv.hierarchical.global_part import GlobalPart
-from hcurv.hierarchical.plan import Candidate, Plan, RankProfile, tree_floats
+from hcurv.hierarchical.plan import Candidate, Plan, RankProfile, tolerance_step, tree_floats
 from hcurv.hierarchical.rank_trial import Subtrees, TrialLevel
 from hcurv.hierarchical.sketch import random_products
+from hcurv.memory import require_bytes
 from hcurv.nystrom import nystrom_of_sketch, orthonormal
 from hcurv.operators import EntrySource
 from hcurv.sources import structural_orders
@@ -28,18 +30,19 @@ from hcurv.sources import structural_orders
 __all__ = ["Prepared", "prepare"]
 
 _SUBTREE, _SUBTREES = 512, 4  # rows and number of the subtrees that are tried
-_TRIAL_LEAF = 32  # rows of their leaves
-_LEAVES = (32, 64, 128, 256, 512, 1024)  # sizes of leaves to choose from
+_TRIAL_LEAF = 16  # rows of their leaves
+_LEAVES = (16, 32, 64, 128, 256, 512, 1024)  # sizes of leaves to choose from
 _COLUMNS = 128  # of the first sample ...
-_MANY = 2**19  # rows for which products are dear
 _MOST_COLUMNS = 384  # ... and of the last
+_MANY = 2**19  # rows for which products are dear: half as many columns at first
 _FIRST_WIDTH = 64  # columns of the first sketch for a global part
 _USABLE = 1.25  # columns of such a sketch per column of the global part
 _FULL = 0.9  # share of the columns of a sketch that are independent; with fewer, H has no more
 _BEYOND = 1.25  # times an extrapolated global rank, which is optimistic
 _SKETCH_FLOATS = 2**30  # of the largest
 _SAFETY = 0.97  # of a tolerance, for an error that was measured on a sample
-_BISECTIONS = 10  # for the tolerance that a number of floats allows
+_STEPS = 6  # to find the tolerance that a number of floats allows ...
+_NEAR = 0.05  # ... to this share of them
 _DEFAULT_TOLERANCE = 1e-2  # for which trees are compared if 0 was asked for
 
 
@@ -102,21 +105,6 @@ def prepare(
     return planner.run(tolerance, global_rank, max_floats)
 
 
-def _profile(levels: list[TrialLevel], num_columns: int) -> RankProfile:
-    """Means, of levels whose ranks are well below the number of columns."""
-    known = [level for level in levels if num_columns_for(int(level.ranks.max())) <= num_columns]
-    known = known if len(known) > 1 else levels[:2]
-    ranks = [level.ranks.double() for level in known]
-    rows = [level.rows.double() for level in known]
-    return RankProfile(
-        tuple(level.length for level in known),
-        tuple(float(r.mean()) for r in ranks),
-        tuple(float(r.square().mean()) for r in ranks),
-        tuple(float((m * r - r.square() / 2).mean()) for m, r in zip(rows, ranks, strict=True)),
-        len(known) == len(levels),
-    )
-
-
 class _Planner:
     """Candidates and their estimates.
 
@@ -146,9 +134,7 @@ class _Planner:
         self._places[self._rows] = torch.arange(self._rows.numel(), device=source.device)
         self._subtrees = {name: self._make_subtrees(tree) for name, tree in trees.items()}
         self._known: dict[tuple[str, int, float], RankProfile] = {}
-        self._lefts: dict[int, float] = {}
-        self._least = _DEFAULT_TOLERANCE
-        self._max_floats: int | None = None
+        self._lefts: list[float] | None = None
 
     @property
     def _num_columns(self) -> int:
@@ -158,8 +144,17 @@ class _Planner:
         missing = num_columns - known[0].shape[1]
         if missing <= 0:
             return known
+        self._require_memory(2 * (num_columns + missing), f"a sketch of {num_columns} columns")
         new = random_products(self._source, self._rows, missing, self._generator)
         return torch.cat([known[0], new[0]], 1), torch.cat([known[1], new[1]], 1)
+
+    def _require_memory(self, num_columns: int, what: str) -> None:
+        require_bytes(
+            num_columns * self._rows.numel() * self._source.dtype.itemsize,
+            self._source.device,
+            what,
+            ("choose global_rank, leaf_size and ordering yourself", "use float32"),
+        )
 
     def _grow_sample(self, num_columns: int) -> None:
         self._sample = self._draw(self._sample, num_columns)
@@ -169,7 +164,7 @@ class _Planner:
         """Estimates for another sample, or for another global part."""
         kept = {} if everything else {key: v for key, v in self._known.items() if key[1] == 0}
         self._known = kept
-        self._lefts.clear()
+        self._lefts = None
 
     def _make_factor(self, width: int) -> None:
         """A global part, nearly the best of its rank, from a sketch of ``width`` columns.
@@ -177,6 +172,7 @@ class _Planner:
         A basis of HΩ is multiplied by H once more: from the products follow eigenvalues and
         eigenvectors (Nyström), and a remainder that is positive semi-definite.
         """
+        self._require_memory(4 * width, f"a global part from a sketch of {width} columns")
         self._sketch = self._draw(self._sketch, width)
         start = orthonormal(self._sketch[1][:-1, :width], rounds=1)
         whole = start.new_zeros(self._source.shape[0], start.shape[1])
@@ -187,51 +183,84 @@ class _Planner:
 
     def run(self, tolerance: float, global_rank: int | None, max_floats: int | None) -> Prepared:
         """Choose."""
-        self._least, self._max_floats = tolerance or _DEFAULT_TOLERANCE, max_floats
         self._grow_sample(_COLUMNS if self._rows.numel() < _MANY else _COLUMNS // 2)
         if global_rank:
             self._make_factor(min(self._rows.numel(), num_columns_for(global_rank)))
-        if global_rank is not None or self._rows.numel() < 2:
-            rank = min(global_rank or 0, self._factor.shape[1])
-            if len(self._trees) == len(self._leaf_sizes) == 1 and max_floats is None:
+        if self._rows.numel() < 2:
+            global_rank = 0
+        rank = None if global_rank is None else min(global_rank, self._factor.shape[1])
+        if rank is not None and len(self._trees) == len(self._leaf_sizes) == 1:
+            if max_floats is None:
                 only = Candidate(rank, self._leaf_sizes[0], next(iter(self._trees)), 0)
                 return self._finish(None, only)
-            found, wanted = self._rank([rank])
+        if max_floats is None:
+            found = self._choose(tolerance or _DEFAULT_TOLERANCE, rank)
         else:
-            found, wanted = self._choose()
-        wanted = tolerance if max_floats is None else wanted
-        plan = Plan(wanted, self._source.shape[0], found[0], tuple(found[1:]))
+            found, tolerance = self._choose_within(max_floats, tolerance, rank)
+        plan = Plan(tolerance, self._source.shape[0], found[0], tuple(found[1:]))
         return self._finish(plan, found[0])
 
-    def _choose(self) -> tuple[list[Candidate], float]:
-        """The best way for every global rank that was looked at, best first, and a tolerance."""
+    def _choose_within(
+        self, max_floats: int, least: float, rank: int | None
+    ) -> tuple[list[Candidate], float]:
+        """The most accurate way that takes no more floats, and its tolerance."""
+        tolerance = max(_DEFAULT_TOLERANCE, least)
+        for number in range(_STEPS):
+            # The tree alone shows about what is possible; its place is found at less expense.
+            alone = rank is None and number < _STEPS // 2
+            found = self._choose(tolerance, 0 if alone else rank)
+            ratio = found[0].floats / max_floats
+            if not alone and (abs(ratio - 1) < _NEAR or (ratio < 1 and tolerance <= least)):
+                break
+            step = tolerance_step(found[0].floats, max_floats)
+            tolerance = min(max(tolerance * step, least), 1.0)
+        best = found[0]
+        if rank is None and best.leaf_size == 0 and tolerance > least:
+            most = max_floats // self._rows.numel()
+            if most > best.global_rank:  # what is left may as well be used
+                self._make_factor(min(math.ceil(_USABLE * most), self._affordable))
+            most = min(most, self._factor.shape[1])
+            found[0] = replace(best, global_rank=most, floats=most * self._rows.numel())
+            tolerance = math.sqrt(self._left(most) / self._left(0))
+        return found, tolerance
+
+    @property
+    def _affordable(self) -> int:
+        """Columns of a sketch for a global part."""
         num_rows = self._rows.numel()
-        found, tolerance = self._rank([0])
-        affordable = max(_FIRST_WIDTH, _SKETCH_FLOATS // (4 * num_rows))
-        width = _FIRST_WIDTH
+        return min(num_rows, max(_FIRST_WIDTH, _SKETCH_FLOATS // (4 * num_rows)))
+
+    def _choose(self, tolerance: float, rank: int | None) -> list[Candidate]:
+        """The best way for every global rank that was looked at, best first."""
+        if rank is not None:
+            # Estimates that are too small alike for all orderings tell them apart as well.
+            return self._rank([rank], tolerance, patient=len(self._leaf_sizes) > 1)
+        num_rows = self._rows.numel()
+        found = self._rank([0], tolerance)
+        width = max(_FIRST_WIDTH, self._sketch[0].shape[1])
         while True:
             # A global part alone must not take more than what is known to do.
-            useful = min(math.ceil(_USABLE * found[0].floats / num_rows) + 1, num_rows)
-            width = min(width, useful)
-            self._make_factor(width)
+            useful = math.ceil(_USABLE * found[0].floats / num_rows) + 1
+            if width > self._sketch[0].shape[1]:
+                width = min(width, max(useful, self._sketch[0].shape[1]), self._affordable)
+                self._make_factor(width)
             limit = min(int(width / _USABLE), self._factor.shape[1])
-            found, tolerance = self._rank(self._grid(limit, len(found) == 1))
-            best = found[0]
+            is_last = width >= min(useful, self._affordable)
+            is_last = is_last or self._factor.shape[1] < _FULL * width
             alone = self._global_rank_alone(tolerance, limit)
-            hopeful = alone * num_rows < best.floats
-            enough = 2 * best.global_rank <= limit and not hopeful
-            exhausted = width in (useful, affordable) or self._factor.shape[1] < _FULL * width
-            if enough or exhausted:
-                return found, tolerance
+            if is_last or not limit < alone < found[0].floats / num_rows:
+                found = self._rank(self._grid(limit, tolerance), tolerance)
+            best = found[0]
+            hopeful = limit < alone < best.floats / num_rows
+            if is_last or not (hopeful or (best.leaf_size and 2 * best.global_rank > limit)):
+                return found
             factor = max(1.5, _USABLE * _BEYOND * alone / width) if hopeful else math.inf
-            width = min(math.ceil(min(factor, 3.0) * width), affordable)
+            width = math.ceil(min(factor, 3.0) * width)
 
-    def _grid(self, limit: int, is_first: bool) -> list[int]:
+    def _grid(self, limit: int, tolerance: float) -> list[int]:
         """Global ranks to look at; among them the smallest that needs no tree, if there is any."""
-        grid = {0, limit // 2, limit} if is_first else {0, limit // 4, limit // 2, limit}
-        if self._max_floats is not None:
-            grid.add(min(limit, self._max_floats // self._rows.numel()))
-        enough = (_SAFETY * self._tolerance(sorted(grid))) ** 2 * self._left(0)
+        grid = {0, limit // 4, limit // 2, limit}
+        enough = (_SAFETY * tolerance) ** 2 * self._left(0)
         low, high = 0, limit
         if self._left(high) <= enough:
             while low < high:
@@ -240,13 +269,14 @@ class _Planner:
             grid = {rank for rank in grid if rank < low} | {low}
         return sorted(grid)
 
-    def _rank(self, ranks: Sequence[int]) -> tuple[list[Candidate], float]:
-        """The best way for every global rank, best first; more columns if it needs them."""
+    def _rank(
+        self, ranks: Sequence[int], tolerance: float, patient: bool = True
+    ) -> list[Candidate]:
+        """The best way for every global rank, best first; with more columns if that needs them."""
         while True:
-            tolerance = self._tolerance(ranks)
             found = self._evaluate(ranks, tolerance)
-            if found[0][1] or self._num_columns >= self._most_columns():
-                return [candidate for candidate, _ in found], tolerance
+            if found[0][1] or not patient or self._num_columns >= self._most_columns():
+                return [candidate for candidate, _ in found]
             self._grow_sample(min(2 * self._num_columns, self._most_columns()))
 
     def _evaluate(self, ranks: Sequence[int], tolerance: float) -> list[tuple[Candidate, bool]]:
@@ -263,17 +293,6 @@ class _Planner:
         if len(names) == 1 or self._factor.shape[1] == 0:
             return names
         return [min(names, key=lambda name: self._best_leaves(name, 0, tolerance)[0].floats)]
-
-    def _tolerance(self, ranks: Sequence[int]) -> float:
-        """What is asked for, or the smallest that fits into the floats that are allowed."""
-        if self._max_floats is None:
-            return self._least
-        low, high = min(self._least, 1.0), 1.0
-        for _ in range(_BISECTIONS):
-            middle = math.sqrt(low * high)
-            fits = self._evaluate(ranks, middle)[0][0].floats <= self._max_floats
-            low, high = (low, middle) if fits else (middle, high)
-        return high
 
     def _most_columns(self) -> int:
         """Columns that are affordable for an estimate."""
@@ -305,11 +324,26 @@ class _Planner:
             subtrees = self._subtrees[name]
             levels = []
             if subtrees is not None:
-                nodes = 2 * (2 * self._rows.numel() / subtrees.leaf_length - 2)
-                allowed = tolerance * math.sqrt(self._left(0) / max(nodes, 4.0))
-                levels = subtrees.ranks(*self._sample, self._factor[:, :rank], allowed)
-            self._known[name, rank, tolerance] = _profile(levels, self._num_columns)
+                norm = math.sqrt(self._left(0))
+                levels = subtrees.ranks(*self._sample, self._factor[:, :rank], tolerance, norm)
+            self._known[name, rank, tolerance] = self._profile(levels)
         return self._known[name, rank, tolerance]
+
+    def _profile(self, levels: list[TrialLevel]) -> RankProfile:
+        """Of levels whose ranks are well below the number of columns."""
+        most = self._num_columns
+        known = [level for level in levels if num_columns_for(int(level.ranks.max())) <= most]
+        known = known if len(known) > 1 else levels[:2]
+        ranks = [level.ranks.double() for level in known]
+        num_rows = self._rows.numel()
+        return RankProfile(
+            num_rows,
+            max(1.0, math.log2(num_rows / levels[0].length)) if levels else 1.0,
+            tuple(level.length for level in known),
+            tuple(float(r.mean()) for r in ranks),
+            tuple(float(r.square().mean().sqrt()) for r in ranks),
+            len(known) == len(levels),
+        )
 
     def _make_subtrees(self, tree: ClusterTree) -> Subtrees | None:
         order = tree.permutation
@@ -320,13 +354,18 @@ class _Planner:
         return Subtrees(self._source, order, self._places, length, leaf_length, _SUBTREES)
 
     def _left(self, rank: int) -> float:
-        """‖(H − VVᵀ)Ω‖² for the sample Ω."""
-        if rank not in self._lefts:
-            inputs, outputs = self._sample
-            factor = self._factor[:, :rank]
-            rest = torch.addmm(outputs[:-1], factor, factor.T @ inputs[:-1], alpha=-1)
-            norm = torch.linalg.vector_norm(rest, dtype=torch.float64)
-            self._lefts[rank] = float(norm.square())
+        """‖H − VVᵀ‖_F², V with ``rank`` columns, times the number of columns of the sample.
+
+        Of eigenvalues as far as they are known, else of the sample: a sample alone is uncertain
+        where few eigenvalues make up most of the matrix.
+        """
+        if self._lefts is None:
+            inputs, outputs = (part[:-1] for part in self._sample)
+            rest = torch.addmm(outputs, self._factor, self._factor.T @ inputs, alpha=-1)
+            last = float(torch.linalg.vector_norm(rest, dtype=torch.float64).square())
+            values = torch.linalg.vector_norm(self._factor, dim=0, dtype=torch.float64).square()
+            sums = values.square().flip(0).cumsum(0).flip(0) * self._num_columns + last
+            self._lefts = [*sums.tolist(), last]
         return self._lefts[rank]
 
     def _global_rank_alone(self, tolerance: float, limit: int) -> float:

@@ -6,11 +6,13 @@ from samples of what is outside of them, their skeletons are the rows of their p
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from hcurv.hierarchical.error_budget import ErrorBudget, out_of_sample
 from hcurv.interpolative import interpolate_rows
 from hcurv.operators import EntrySource
 from hcurv.sources import blocks
@@ -25,12 +27,10 @@ class TrialLevel:
     Attributes:
         length: rows of a node.
         ranks: (B,).
-        rows: rows that were left of each node before, (B,).
     """
 
     length: int
     ranks: Tensor
-    rows: Tensor
 
 
 class Subtrees:
@@ -63,7 +63,7 @@ class Subtrees:
         self._blocks = blocks(source, self._leaves, self._leaves)
 
     def ranks(
-        self, inputs: Tensor, outputs: Tensor, factor: Tensor, tolerance: float
+        self, inputs: Tensor, outputs: Tensor, factor: Tensor, tolerance: float, norm: float
     ) -> list[TrialLevel]:
         """Build, from the leaves up.
 
@@ -71,8 +71,12 @@ class Subtrees:
             inputs: Ω, (rows + 1, s), in the order of ``places``.
             outputs: HΩ.
             factor: V of a global part, (rows, g).
-            tolerance: error of a node over all columns.
+            tolerance: relative error of the whole matrix.
+            norm: ‖HΩ‖_F, which the tolerance is relative to.
         """
+        num_rows, num_columns = factor.shape[0], inputs.shape[1]
+        depth = max(1.0, math.log2(num_rows / self.leaf_length))
+        budget = ErrorBudget(tolerance, depth)
         rows = self._leaves
         index = self._places[rows]
         vectors, local = inputs[index], factor[index]
@@ -95,8 +99,11 @@ class Subtrees:
                 samples[:, :half].baddbmm_(entries, vectors[:, half:], alpha=-1)
                 samples[:, half:].baddbmm_(entries.transpose(1, 2), vectors[:, :half], alpha=-1)
             weighted = samples * (scales * present)[:, :, None]
-            result = interpolate_rows(weighted, None, tolerance, random_columns=True)
-            found.append(TrialLevel(length, result.ranks, present.sum(1)))
+            allowed = budget.node_error(max(1.0, depth - level)) * norm
+            result = interpolate_rows(weighted, None, allowed, random_columns=True)
+            errors = out_of_sample(result.errors, result.ranks, num_columns) / norm
+            budget.spend(float(errors.square().mean()) * num_rows / length)
+            found.append(TrialLevel(length, result.ranks))
             length *= 2
             kept = torch.arange(result.skeleton.shape[1], device=rows.device)
             kept = kept < result.ranks[:, None]
