@@ -65,7 +65,10 @@ def describe_machine() -> str:
 def parse_data_argument(description: str | None, parts: Collection[str] = ()) -> argparse.Namespace:
     """Command line: where the data lie, and which parts to run (default: all)."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--data", help="folder with mnist/ and cifar10/ (default: $HCURV_DATA)")
+    parser.add_argument(
+        "--data",
+        help="folder with mnist/ and cifar10/ (default: $HCURV_DATA, the cache, a download)",
+    )
     if parts:
         parser.add_argument("parts", nargs="*", choices=[*parts, []], help="default: all")
     return parser.parse_args()

@@ -1,38 +1,108 @@
-"""MNIST and CIFAR-10 from local files, scikit-learn's digits from its package.
+"""MNIST, Fashion-MNIST and CIFAR-10 from files, scikit-learn's digits from its package.
 
 Images come flattened, scaled to [0, 1] and not normalised any further, in the original order.
+
+Files are searched in the folder that the caller names, in the one that the environment variable
+``HCURV_DATA`` names, where Debian puts data sets, and in the cache; then they are downloaded into
+the cache. Whatever their packing, what they hold must have the checksum of the original.
 """
 
 from __future__ import annotations
 
 import gzip
+import hashlib
+import lzma
 import os
 import tarfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["DATA_VARIABLE", "cifar10", "data_directory", "digits", "mnist"]
+from hcurv.experiments.cache import cache_directory
+from hcurv.experiments.download import DownloadError, download
+from hcurv.experiments.pickled_arrays import read_pickled_dict
+
+__all__ = [
+    "CIFAR10",
+    "DATA_VARIABLE",
+    "FASHION_MNIST",
+    "MNIST",
+    "ImageFiles",
+    "cifar10",
+    "digits",
+    "fashion_mnist",
+    "mnist",
+]
 
 DATA_VARIABLE = "HCURV_DATA"
+# Debian's package dataset-fashion-mnist has its files in /usr/share/datasets/fashion-mnist; the
+# other one is for a folder /usr/share/dataset-fashion-mnist.
+SYSTEM_FOLDERS = (Path("/usr/share/datasets"), Path("/usr/share"))
+_CIFAR_PIXELS = 3 * 32 * 32
+_DAMAGES = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, tarfile.TarError)
+
+Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 
-def data_directory(directory: str | Path | None = None) -> Path:
-    """The folder with the data sets: the argument, or what the environment says.
+@dataclass(frozen=True)
+class ImageFiles:
+    """The files of a data set.
 
-    Raises:
-        FileNotFoundError: neither names an existing folder.
+    Attributes:
+        title: its name.
+        folders: where its files lie within a data folder; the first is the one to recommend.
+        address: the internet folder to get them from.
+        checksums: SHA-256 of the content of every file, by the beginning of its name. For IDX files
+            this is the unpacked file, for CIFAR-10 the unpacked binary batch, to which a Python
+            batch is converted.
     """
-    named = directory if directory is not None else os.environ.get(DATA_VARIABLE)
-    if named is None or not Path(named).is_dir():
-        where = "" if named is None else f" at {named}"
-        raise FileNotFoundError(
-            f"no data folder{where}: name one that holds mnist/ and cifar10/ with --data or the"
-            f" environment variable {DATA_VARIABLE}"
-        )
-    return Path(named)
+
+    title: str
+    folders: tuple[str, ...]
+    address: str
+    checksums: Mapping[str, str]
+
+
+MNIST = ImageFiles(
+    "MNIST",
+    ("mnist", "MNIST/raw"),
+    "https://ossci-datasets.s3.amazonaws.com/mnist",
+    {
+        "train-images": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+        "train-labels": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+        "t10k-images": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+        "t10k-labels": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+    },
+)
+FASHION_MNIST = ImageFiles(
+    "Fashion-MNIST",
+    ("fashion-mnist", "FashionMNIST/raw", "dataset-fashion-mnist"),
+    "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
+    {
+        "train-images": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+        "train-labels": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+        "t10k-images": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+        "t10k-labels": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+    },
+)
+CIFAR10 = ImageFiles(
+    "CIFAR-10",
+    ("cifar10", "."),
+    "https://www.cs.toronto.edu/~kriz",
+    {
+        "data_batch_1": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
+        "data_batch_2": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
+        "data_batch_3": "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
+        "data_batch_4": "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
+        "data_batch_5": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
+        "test_batch": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
+    },
+)
 
 
 def digits() -> tuple[Tensor, Tensor]:
@@ -43,80 +113,213 @@ def digits() -> tuple[Tensor, Tensor]:
     return torch.from_numpy(images / 16.0).float(), torch.from_numpy(labels).long()
 
 
-def _read_idx(path: Path) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            content = file.read()
-    except (EOFError, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    if len(content) < 4 or content[:3] != b"\x00\x00\x08":
-        raise ValueError(f"{path} is not an IDX file of bytes")
-    num_axes = content[3]
-    shape = np.frombuffer(content, ">u4", num_axes, 4).astype(int)
-    values = np.frombuffer(content, np.uint8, offset=4 + 4 * num_axes)
-    if values.size != shape.prod():
-        raise ValueError(f"{path} is damaged: {values.size} values instead of {shape.prod()}")
-    return values.reshape(shape)
-
-
-def _first_existing(folder: Path, names: tuple[str, ...], what: str) -> Path:
-    for name in names:
-        if (folder / name).exists():
-            return folder / name
-    raise FileNotFoundError(f"{what} not found: put {names[0]} into {folder}")
-
-
 def mnist(directory: str | Path | None = None, train: bool = True) -> tuple[Tensor, Tensor]:
     """MNIST: (60000 or 10000, 784) and labels, from IDX files, gzipped or not.
 
-    Reads ``directory/mnist/*.gz`` and torchvision's ``directory/MNIST/raw/*``.
+    Args:
+        directory: folder to search first, with ``mnist/`` or torchvision's ``MNIST/raw/`` in it.
+        train: the training set, or else the test set.
+
+    Raises:
+        FileNotFoundError: they are nowhere; the message says what to get and where to put it.
+        ValueError: a file is damaged; the message names it.
     """
-    root = data_directory(directory)
-    folder = root / "mnist" if (root / "mnist").is_dir() else root / "MNIST" / "raw"
-    part = "train" if train else "t10k"
-    images, labels = (
-        _read_idx(_first_existing(folder, (f"{part}-{name}.gz", f"{part}-{name}"), "MNIST"))
-        for name in ("images-idx3-ubyte", "labels-idx1-ubyte")
-    )
+    return _read_idx_set(MNIST, directory, train)
+
+
+def fashion_mnist(directory: str | Path | None = None, train: bool = True) -> tuple[Tensor, Tensor]:
+    """Fashion-MNIST: (60000 or 10000, 784) and labels, from IDX files, gzipped or not.
+
+    Args:
+        directory: folder to search first, with ``fashion-mnist/``, torchvision's
+            ``FashionMNIST/raw/`` or ``dataset-fashion-mnist/`` in it. Debian's package of this name
+            is found where it is.
+        train: the training set, or else the test set.
+
+    Raises:
+        FileNotFoundError: they are nowhere; the message says what to get and where to put it.
+        ValueError: a file is damaged; the message names it.
+    """
+    return _read_idx_set(FASHION_MNIST, directory, train)
+
+
+def cifar10(directory: str | Path | None = None, train: bool = True) -> tuple[Tensor, Tensor]:
+    """CIFAR-10: (50000 or 10000, 3072) and labels, from the official binary or Python version.
+
+    Args:
+        directory: folder to search first. It or ``cifar10/`` in it has one of the archives
+            ``cifar-10-binary.tar.{gz,xz}`` and ``cifar-10-python.tar.{gz,xz}``, or what they unpack
+            to, ``cifar-10-batches-bin/`` or ``cifar-10-batches-py/``.
+        train: the training set, or else the test set.
+
+    Raises:
+        FileNotFoundError: they are nowhere; the message says what to get and where to put it.
+        ValueError: a file is damaged; the message names it.
+    """
+    names = [name for name in CIFAR10.checksums if name.startswith("test") != train]
+
+    def find(folder: Path) -> list[Path]:
+        for version, ending in (("bin", ".bin"), ("py", "")):
+            unpacked = folder / f"cifar-10-batches-{version}"
+            if all((unpacked / f"{name}{ending}").is_file() for name in names):
+                return [unpacked]
+        archives = (
+            folder / f"cifar-10-{version}.tar.{packing}"
+            for version in ("binary", "python")
+            for packing in ("gz", "xz")
+        )
+        return [path for path in archives if path.is_file()][:1]
+
+    def check(path: Path) -> None:
+        _read_batches(path, list(CIFAR10.checksums))
+
+    (path,) = _find(CIFAR10, directory, ["cifar-10-binary.tar.gz"], find, check)
+    records = np.concatenate(_read_batches(path, names))
+    return _to_tensors(records[:, 1:], records[:, 0])
+
+
+def _to_tensors(images: Bytes, labels: Bytes) -> tuple[Tensor, Tensor]:
     flat = torch.from_numpy(images.reshape(len(images), -1).astype(np.float32)) / 255
     return flat, torch.from_numpy(labels.astype(np.int64))
 
 
-def cifar10(directory: str | Path | None = None, train: bool = True) -> tuple[Tensor, Tensor]:
-    """CIFAR-10: (50000 or 10000, 3072) and labels, from the official binary version.
+def _search_folders(directory: str | Path | None) -> Iterator[Path]:
+    for named in (directory, os.environ.get(DATA_VARIABLE)):
+        if named:
+            if not Path(named).is_dir():
+                raise FileNotFoundError(
+                    f"no data folder at {named}: name an existing one with --data or the"
+                    f" environment variable {DATA_VARIABLE}"
+                )
+            yield Path(named)
+    yield from SYSTEM_FOLDERS
+    yield cache_directory() / "data"
 
-    Reads ``directory/cifar10/cifar-10-binary.tar.{gz,xz}`` or the unpacked folder
-    ``directory/cifar10/cifar-10-batches-bin``.
-    """
-    folder = data_directory(directory) / "cifar10"
-    names = [f"data_batch_{i}.bin" for i in range(1, 6)] if train else ["test_batch.bin"]
-    unpacked = "cifar-10-batches-bin"
-    path = _first_existing(
-        folder, ("cifar-10-binary.tar.gz", "cifar-10-binary.tar.xz", unpacked), "CIFAR-10"
-    )
+
+def _find(
+    images: ImageFiles,
+    directory: str | Path | None,
+    originals: list[str],  # the files to download
+    find: Callable[[Path], list[Path]],  # all that is needed, if a folder has it
+    check: Callable[[Path], object],  # of a downloaded file
+) -> list[Path]:
+    """The first place that has everything; at last a download."""
+    for root in _search_folders(directory):
+        for folder in images.folders:
+            if found := find(root / folder):
+                return found
+    target = cache_directory() / "data" / images.folders[0]
+    try:
+        for name in originals:
+            download(f"{images.address}/{name}", target / name, check)
+    except DownloadError as error:
+        raise FileNotFoundError(
+            f"{images.title} not found: get {' and '.join(originals)} from {images.address} and put"
+            f" into {target}, or into {images.folders[0]}/ of the folder that --data or the"
+            f" environment variable {DATA_VARIABLE} names (the download failed: {error})"
+        ) from error
+    return find(target)
+
+
+def _verify(content: bytes | memoryview, images: ImageFiles, name: str, place: str) -> None:
+    if hashlib.sha256(content).hexdigest() != images.checksums[name]:
+        raise ValueError(
+            f"{place} is damaged or not the original (its SHA-256 differs): remove it and get it"
+            f" again from {images.address}"
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0].rstrip(":")  # tarfile lists all formats that it tried
+
+
+def _read_idx_set(
+    images: ImageFiles, directory: str | Path | None, train: bool
+) -> tuple[Tensor, Tensor]:
+    part = "train" if train else "t10k"
+    names = [f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"]
+
+    def find(folder: Path) -> list[Path]:
+        found = []
+        for name in names:
+            either = (folder / name, folder / f"{name}.gz")
+            found += [path for path in either if path.is_file()][:1]
+        return found if len(found) == len(names) else []
+
+    def read(path: Path) -> Bytes:
+        return _read_idx(path, images)
+
+    paths = _find(images, directory, [f"{name}.gz" for name in names], find, read)
+    return _to_tensors(*map(read, paths))
+
+
+def _read_idx(path: Path, images: ImageFiles) -> Bytes:
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            content = file.read()
+    except _DAMAGES as error:
+        raise ValueError(f"{path} is damaged: {_first_line(error)}") from error
+    if len(content) < 4 or content[:3] != b"\x00\x00\x08":
+        raise ValueError(f"{path} is not an IDX file of bytes")
+    _verify(content, images, path.name.partition("-idx")[0], str(path))
+    num_axes = content[3]
+    shape = np.frombuffer(content, ">u4", num_axes, 4).astype(int)
+    return np.frombuffer(content, np.uint8, offset=4 + 4 * num_axes).reshape(shape)
+
+
+def _read_batches(path: Path, names: list[str]) -> list[Bytes]:
+    """Labels and pixels, (n, 1 + 3072) for each batch, from a folder or an archive."""
+    binary = path.name.startswith(("cifar-10-batches-bin", "cifar-10-binary"))
+    folder, ending = ("cifar-10-batches-bin", ".bin") if binary else ("cifar-10-batches-py", "")
     if path.is_dir():
-        contents = [(path / name).read_bytes() for name in names]
+        contents = [(path / f"{name}{ending}").read_bytes() for name in names]
     else:
         try:
-            contents = _read_members(path, [f"{unpacked}/{name}" for name in names])
-        except (EOFError, tarfile.TarError, OSError, KeyError) as error:
-            raise ValueError(f"{path} is damaged or not the official archive: {error}") from error
+            contents = _read_members(path, [f"{folder}/{name}{ending}" for name in names])
+        except _DAMAGES as error:
+            raise ValueError(
+                f"{path} is damaged or not the official archive: {_first_line(error)}"
+            ) from error
+    batches = []
     for name, content in zip(names, contents, strict=True):
-        if len(content) != 10_000 * 3073:
-            raise ValueError(f"{name} in {path} is damaged: {len(content)} bytes")
-    records = np.concatenate([np.frombuffer(c, np.uint8).reshape(-1, 3073) for c in contents])
-    flat = torch.from_numpy(records[:, 1:].astype(np.float32)) / 255
-    return flat, torch.from_numpy(records[:, 0].astype(np.int64))
+        place = str(path / f"{name}{ending}") if path.is_dir() else f"{name}{ending} in {path}"
+        try:
+            batches.append(_binary_records(content) if binary else _pickled_records(content))
+        except ValueError as error:
+            raise ValueError(f"{place} is damaged or not the original: {error}") from error
+        _verify(batches[-1].data, CIFAR10, name, place)
+    return batches
 
 
 def _read_members(path: Path, names: list[str]) -> list[bytes]:
     found: dict[str, bytes] = {}
     with tarfile.open(path) as archive:
         for member in archive:  # one pass: seeking in a compressed archive reads it again
-            if member.name in names:
+            if member.name in names and member.isfile():
                 file = archive.extractfile(member)
                 assert file is not None
                 found[member.name] = file.read()
                 if len(found) == len(names):
                     break
+    for name in names:
+        if name not in found:
+            raise tarfile.ReadError(f"it has no {name}")
     return [found[name] for name in names]
+
+
+def _binary_records(content: bytes) -> Bytes:
+    if len(content) % (1 + _CIFAR_PIXELS):
+        raise ValueError(f"{len(content)} bytes are no whole number of images")
+    return np.frombuffer(content, np.uint8).reshape(-1, 1 + _CIFAR_PIXELS)
+
+
+def _pickled_records(content: bytes) -> Bytes:
+    batch = read_pickled_dict(content)
+    pixels, labels = batch.get("data"), batch.get("labels")
+    if not isinstance(pixels, np.ndarray) or not isinstance(labels, list):
+        raise ValueError("a pickle without 'data' and 'labels'")
+    if pixels.shape != (len(labels), _CIFAR_PIXELS):
+        raise ValueError(f"{len(labels)} labels for an array of shape {pixels.shape}")
+    if not all(type(label) is int and 0 <= label < 10 for label in labels):
+        raise ValueError("labels that are not from 0 to 9")
+    return np.column_stack((np.array(labels, np.uint8), pixels))

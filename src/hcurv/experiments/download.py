@@ -1,0 +1,52 @@
+"""Downloads that are complete and correct, or leave nothing behind."""
+
+from __future__ import annotations
+
+import http.client
+import shutil
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+from hcurv.experiments.cache import replacing
+
+__all__ = ["DownloadError", "download"]
+
+_TIMEOUT = 30.0  # seconds without an answer
+
+
+class DownloadError(OSError):
+    """Nothing came; the message is the reason in one line."""
+
+
+def download(address: str, path: Path, check: Callable[[Path], object]) -> None:
+    """Fetch a file; an existing one is replaced only by a new one that passed the check.
+
+    Args:
+        address: from where.
+        path: where to put it; folders are made as needed.
+        check: raises ValueError for a file that is not what it should be.
+
+    Raises:
+        DownloadError: no connection, no such file there, or it cannot be written here.
+        ValueError: what came did not pass the check.
+    """
+    try:
+        with replacing(path) as temporary:
+            with (
+                urllib.request.urlopen(address, timeout=_TIMEOUT) as answer,
+                temporary.open("wb") as file,
+            ):
+                shutil.copyfileobj(answer, file)
+            check(temporary)
+    except ValueError as error:
+        raise ValueError(
+            f"{address} sent a file that is damaged or not the original: try again later, or get"
+            f" it elsewhere and put it into {path.parent}"
+        ) from error
+    except (OSError, http.client.HTTPException) as error:
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()
+        reason = error.reason if type(error) is urllib.error.URLError else error
+        raise DownloadError(" ".join(str(reason).split())) from error
