@@ -68,6 +68,17 @@ def test_it_prints_and_plots(comparison: hcurv.Comparison) -> None:
     assert "budget" in labels
 
 
+def test_no_method_is_measured_with_the_vectors_that_it_was_built_from(
+    problem: tuple[nn.Module, nn.Module, torch.Tensor], comparison: hcurv.Comparison
+) -> None:
+    (low_rank,) = (m for m in comparison.methods if m.name == "low rank")
+    rank = int(low_rank.settings.removeprefix("rank "))
+    # With ten columns more, its sketch is as wide as the probes.
+    other = hcurv.compare(*problem, storage=0.25, num_probes=rank + 10)
+    (again,) = (m for m in other.methods if m.name == "low rank")
+    assert again.error == pytest.approx(low_rank.error, rel=0.2)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["ComparedMethod", "Comparison", "compare"]
 
 _NUM_COLUMNS = 16  # of products and solves that are timed
+_PROBES = 2**31  # added to the seed: no method is built from the vectors that it is measured with
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ class _Run:
     ) -> None:
         self._matrix, self._storage, self._damping = matrix, storage, damping
         self._tolerance, self._max_iterations, self._seed = tolerance, max_iterations, seed
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(_PROBES + seed)
         shape = (matrix.shape[0], max(num_probes, _NUM_COLUMNS))
         probes = torch.randn(shape, dtype=matrix.dtype, generator=generator).to(matrix.device)
         self._probes, self._products = probes, matrix @ probes
