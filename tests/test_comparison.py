@@ -62,10 +62,34 @@ def test_it_prints_and_plots(comparison: hcurv.Comparison) -> None:
     text = str(comparison)
     assert text.startswith("N = 437, n = 100, budget 25.000% of N²")
     assert len(text.splitlines()) == 2 + len(comparison.methods)
-    assert json.loads(json.dumps(comparison.to_dict()))["size"] == 437
+    plain = json.loads(json.dumps(comparison.to_dict()))
+    assert plain["size"] == 437
+    assert "details" not in plain
+    assert "details" not in repr(comparison)
     labels = [text.get_text() for text in comparison.plot().axes[0].get_legend().get_texts()]
     assert "hierarchical" in labels
     assert "budget" in labels
+
+
+def test_residuals_are_those_of_every_iteration(comparison: hcurv.Comparison) -> None:
+    for method in comparison.methods:
+        if method.num_iterations is None:
+            assert method.residuals == ()
+        else:
+            assert len(method.residuals) == method.num_iterations + 1
+            assert method.residuals[0] == pytest.approx(1.0)
+            assert method.residuals[-1] <= comparison.tolerance
+
+
+def test_no_method_is_measured_with_the_vectors_that_it_was_built_from(
+    problem: tuple[nn.Module, nn.Module, torch.Tensor], comparison: hcurv.Comparison
+) -> None:
+    (low_rank,) = (m for m in comparison.methods if m.name == "low rank")
+    rank = int(low_rank.settings.removeprefix("rank "))
+    # With ten columns more, its sketch is as wide as the probes.
+    other = hcurv.compare(*problem, storage=0.25, num_probes=rank + 10)
+    (again,) = (m for m in other.methods if m.name == "low rank")
+    assert again.error == pytest.approx(low_rank.error, rel=0.2)
 
 
 @pytest.mark.parametrize(

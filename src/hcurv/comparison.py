@@ -6,7 +6,9 @@ import math
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime, timezone
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +20,7 @@ from hcurv.batches import Data
 from hcurv.gauss_newton import GaussNewton
 from hcurv.hierarchical import CompressionWarning, HMatrix, compress
 from hcurv.indexing import check_count
-from hcurv.krylov import cg, eigsh
+from hcurv.krylov import CGResult, cg, eigsh
 from hcurv.losses import Loss
 from hcurv.operators import SymmetricOperator
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["ComparedMethod", "Comparison", "compare"]
 
 _NUM_COLUMNS = 16  # of products and solves that are timed
+_PROBES = 2**31  # added to the seed: no method is built from the vectors that it is measured with
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class ComparedMethod:
         num_iterations: of conjugate gradients on the exact matrix with the method as
             preconditioner, to the tolerance of the comparison; None where it cannot solve.
         settings: what was chosen to fit the budget.
+        residuals: relative residuals of these conjugate gradients, before the first and after
+            each iteration; empty where it cannot solve.
     """
 
     name: str
@@ -55,6 +60,36 @@ class ComparedMethod:
     solve_residual: float | None
     num_iterations: int | None
     settings: str
+    residuals: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class ComparisonDetails:
+    """What a report needs beyond the table.
+
+    Attributes:
+        matrix: the exact matrix.
+        compressed: the hierarchical matrix.
+        model: the model in words.
+        loss: the loss in words.
+        damping_is_default: whether the damping was left to the comparison.
+        max_iterations: most iterations of conjugate gradients.
+        num_probes: random vectors for the errors.
+        probe_seed: of these vectors.
+        seed: of everything else.
+        finished: when the comparison was done.
+    """
+
+    matrix: GaussNewton
+    compressed: HMatrix
+    model: str
+    loss: str
+    damping_is_default: bool
+    max_iterations: int
+    num_probes: int
+    probe_seed: int
+    seed: int
+    finished: datetime
 
 
 @dataclass(frozen=True)
@@ -68,6 +103,7 @@ class Comparison:
         damping: of all solves.
         tolerance: of conjugate gradients.
         methods: what each one reached.
+        details: the matrices themselves, kept for `save_report`; no part of `to_dict`.
     """
 
     size: int
@@ -76,6 +112,7 @@ class Comparison:
     damping: float
     tolerance: float
     methods: tuple[ComparedMethod, ...]
+    details: ComparisonDetails | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         """A table."""
@@ -97,7 +134,9 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain numbers and strings."""
-        return asdict(self)
+        values = asdict(replace(self, details=None))
+        del values["details"]
+        return values
 
     def plot(self) -> Figure:
         """Error against storage."""
@@ -118,6 +157,24 @@ class Comparison:
         axes.set(xlabel="stored floats, % of N²", ylabel="relative error", title=f"N = {self.size}")
         axes.legend(fontsize=8)
         return figure
+
+    def save_report(self, path: str | PathLike[str], *, curves: bool = True) -> None:
+        """Write all of this as one HTML page with figures, which needs no network to be read.
+
+        An existing file is replaced once the new one is complete.
+
+        Args:
+            path: of the page.
+            curves: also measure the hierarchical matrix and low rank at a half and a quarter of
+                the budget. This builds both of them twice.
+
+        Raises:
+            FileNotFoundError, IsADirectoryError, PermissionError: nothing can be written there.
+            ImportError: matplotlib is missing.
+        """
+        from hcurv.report import save_report
+
+        save_report(self, path, curves=curves)
 
 
 def compare(
@@ -159,6 +216,7 @@ def compare(
     start = time.perf_counter()
     matrix = GaussNewton(model, loss, data)
     precomputation = time.perf_counter() - start
+    damping_is_default = damping is None
     if damping is None:
         damping = 1e-3 * _largest_eigenvalue(matrix)
     run = _Run(matrix, storage, damping, tolerance, max_iterations, num_probes, seed)
@@ -176,12 +234,28 @@ def compare(
         "diagonal": lambda: (Diagonal(matrix), ""),
         "blocks per unit": lambda: (BlockDiagonal(matrix, "unit"), ""),
     }
-    found = [run.exact(precomputation)]
+    found, compressed = [run.exact(precomputation)], None
     for name, build in tqdm(builders.items(), unit="method", disable=not progress):
         start = time.perf_counter()
         operator, settings = build()
+        compressed = operator if isinstance(operator, HMatrix) else compressed
         found.append(run.measure(name, operator, time.perf_counter() - start, settings))
-    return Comparison(matrix.shape[0], matrix.num_points, storage, damping, tolerance, tuple(found))
+    assert compressed is not None
+    details = ComparisonDetails(
+        matrix,
+        compressed,
+        str(model),
+        f"{type(loss).__name__}, reduction {loss.reduction}",
+        damping_is_default,
+        max_iterations,
+        num_probes,
+        _PROBES + seed,
+        seed,
+        datetime.now(timezone.utc),
+    )
+    return Comparison(
+        matrix.shape[0], matrix.num_points, storage, damping, tolerance, tuple(found), details
+    )
 
 
 def _largest_eigenvalue(matrix: GaussNewton) -> float:
@@ -205,7 +279,7 @@ class _Run:
     ) -> None:
         self._matrix, self._storage, self._damping = matrix, storage, damping
         self._tolerance, self._max_iterations, self._seed = tolerance, max_iterations, seed
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(_PROBES + seed)
         shape = (matrix.shape[0], max(num_probes, _NUM_COLUMNS))
         probes = torch.randn(shape, dtype=matrix.dtype, generator=generator).to(matrix.device)
         self._probes, self._products = probes, matrix @ probes
@@ -246,6 +320,7 @@ class _Run:
             float(result.residuals.max()),
             int(result.num_iterations.max()),
             "",
+            _history(result),
         )
 
     def measure(
@@ -255,6 +330,7 @@ class _Run:
         error = _norm(self._products - operator @ self._probes) / _norm(self._products)
         solve = self._solver(operator)
         residual = iterations = None
+        residuals: tuple[float, ...] = ()
         if solve is not None:
             solution = solve(self._rhs)
             product = self._matrix @ solution + self._damping * solution
@@ -268,6 +344,7 @@ class _Run:
                 max_iterations=self._max_iterations,
             )
             iterations = int(result.num_iterations.max())
+            residuals = _history(result)
         return ComparedMethod(
             name,
             error,
@@ -277,6 +354,7 @@ class _Run:
             residual,
             iterations,
             settings,
+            residuals,
         )
 
     def _solver(self, operator: Any) -> Callable[[Tensor], Tensor] | None:
@@ -295,6 +373,11 @@ class _Run:
             operator @ columns
             best = min(best, time.perf_counter() - start)
         return best
+
+
+def _history(result: CGResult) -> tuple[float, ...]:
+    """Of the one right-hand side."""
+    return tuple(result.history[:, 0].tolist())
 
 
 def _norm(values: Tensor) -> float:

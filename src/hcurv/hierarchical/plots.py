@@ -11,9 +11,10 @@ if TYPE_CHECKING:
 
     from hcurv.hierarchical.matrix import HMatrix
 
-__all__ = ["plot_matrix"]
+__all__ = ["draw_ranks", "draw_structure", "plot_matrix"]
 
 _MAX_LABELS = 64  # blocks of a level that are labelled with their ranks
+_MAX_DOTS = 512  # nodes of a level that are drawn as vectors
 
 
 def plot_matrix(matrix: HMatrix, max_levels: int) -> Figure:
@@ -24,8 +25,8 @@ def plot_matrix(matrix: HMatrix, max_levels: int) -> Figure:
         raise ImportError("plots need matplotlib: pip install 'hcurv[plots]'") from error
     figure = Figure(figsize=(11, 5), layout="constrained")
     structure, ranks = figure.subplots(1, 2, width_ratios=(1, 1.1))
-    _plot_structure(figure, structure, matrix, max_levels)
-    _plot_ranks(ranks, matrix)
+    draw_structure(figure, structure, matrix, max_levels)
+    draw_ranks(ranks, matrix)
     figure.suptitle(
         f"N = {matrix.shape[0]}, {matrix.compression_rate:.3%} of N² stored,"
         f" estimated error {matrix.estimated_error:.1e}, ordering {matrix.tree.ordering}"
@@ -33,7 +34,7 @@ def plot_matrix(matrix: HMatrix, max_levels: int) -> Figure:
     return figure
 
 
-def _plot_structure(figure: Figure, axes: Axes, matrix: HMatrix, max_levels: int) -> None:
+def draw_structure(figure: Figure, axes: Axes, matrix: HMatrix, max_levels: int) -> None:
     """Squares of siblings, coloured and labelled by rank; what lies below is dark."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
@@ -77,13 +78,21 @@ def _plot_structure(figure: Figure, axes: Axes, matrix: HMatrix, max_levels: int
     figure.colorbar(colours, ax=axes, label="rank", shrink=0.8)
 
 
-def _plot_ranks(axes: Axes, matrix: HMatrix) -> None:
+def draw_ranks(axes: Axes, matrix: HMatrix) -> None:
     """Ranks of every node: each dot a node, the line their mean."""
     levels, means = [], []
     for level, ranks in enumerate(matrix.ranks, start=1):
         values = ranks.cpu().double()
         spread = (values.argsort().argsort() / max(1, len(values) - 1) - 0.5) * 0.5
-        axes.plot((level + spread).tolist(), values.tolist(), ".", ms=3, alpha=0.6, color="C0")
+        axes.plot(
+            (level + spread).tolist(),
+            values.tolist(),
+            ".",
+            ms=3,
+            alpha=0.6,
+            color="C0",
+            rasterized=len(values) > _MAX_DOTS,
+        )
         levels.append(level)
         means.append(float(values.mean()))
     axes.plot(levels, means, "o-", color="C1", label="mean")

@@ -8,8 +8,6 @@ description of everything else, and a checksum of every tensor.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -21,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hcurv.cluster_tree import ClusterTree
+from hcurv.files import check_target, write_atomically
 from hcurv.hierarchical.elimination import Elimination, LevelFactor, Split
 from hcurv.hierarchical.factorization import Factorization
 from hcurv.hierarchical.global_part import GlobalPart, GlobalUpdate
@@ -57,8 +56,7 @@ def _safetensors() -> ModuleType:
 def save(stored: HMatrix | Factorization, path: str | PathLike[str]) -> None:
     """Write a file; an existing one is replaced only once the new one is complete."""
     library = _safetensors()
-    if not Path(path).absolute().parent.is_dir():
-        raise FileNotFoundError(f"no such folder: {Path(path).absolute().parent}")
+    target = check_target(path)
     if isinstance(stored, HMatrix):
         kind, named, special = _MATRIX, _matrix_tensors(stored), _describe_matrix(stored)
     else:
@@ -88,24 +86,7 @@ def save(stored: HMatrix | Factorization, path: str | PathLike[str]) -> None:
         "description": text,
         "checksum": str(zlib.crc32(text.encode())),
     }
-    _write_atomically(Path(path), lambda target: library.save_file(tensors, target, metadata))
-
-
-def _write_atomically(path: Path, write: Any) -> None:
-    """Write beside the target, then rename: whatever happens, no half-written file is left."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-    os.close(handle)
-    try:
-        write(name)
-        with open(name, "rb+") as stream:
-            os.fsync(stream.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)  # as any new file; mkstemp's are private
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    write_atomically(target, lambda name: library.save_file(tensors, name, metadata))
 
 
 def _checksum(tensor: Tensor) -> int:

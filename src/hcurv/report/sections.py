@@ -1,0 +1,203 @@
+"""The sections of a report, in words, tables and figures."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hcurv.memory import format_bytes
+from hcurv.report import figures
+from hcurv.report.findings import Findings
+from hcurv.report.inside import layers, spectrum, structure
+from hcurv.report.page import Html, element, figure, table, together
+from hcurv.report.settings import how_to_read, settings
+
+if TYPE_CHECKING:
+    from hcurv.comparison import ComparedMethod, Comparison, ComparisonDetails
+
+__all__ = ["all_sections", "headline"]
+
+
+def all_sections(
+    comparison: Comparison, details: ComparisonDetails, findings: Findings
+) -> list[tuple[str, str, Html]]:
+    """Name, title and content of each section."""
+    return [
+        ("computed", "What was computed", _computed(comparison, details)),
+        ("methods", "Error against storage", _methods(comparison, findings)),
+        ("structure", "Block structure", structure(details.compressed, findings.tree)),
+        ("spectrum", "Spectrum", spectrum(comparison, findings)),
+        ("layers", "Curvature of each layer", layers(findings)),
+        ("convergence", "Conjugate gradients", _convergence(comparison, details)),
+        (
+            "settings",
+            "Settings to reproduce it",
+            settings(comparison, details, bool(findings.curves)),
+        ),
+        ("reading", "How to read it", how_to_read()),
+    ]
+
+
+def _percent(share: float, digits: int = 3) -> str:
+    """In percent, or where that is tiny as a power of ten."""
+    return f"{100 * share:.{digits}g}\u00a0%" if share >= 1e-5 or share == 0 else f"{share:.1e}"
+
+
+def _error(value: float) -> str:
+    """An estimate, with no more digits than it is worth."""
+    return _percent(value, 2)
+
+
+def headline(comparison: Comparison) -> Html:
+    """The main numbers in plain words."""
+    found = {method.name: method for method in comparison.methods}
+    ours, plain = found["hierarchical"], found["matrix-free"]
+    lines = [
+        f"The hierarchical matrix has a relative error of {_error(ours.error)} and stores"
+        f" {_percent(ours.storage)} of the N² numbers of the matrix.",
+        _against_next_best(comparison, ours),
+        f"It took {ours.build_seconds:.3g}\u00a0s to build, low rank"
+        f" {found['low rank'].build_seconds:.3g}\u00a0s.",
+        "Conjugate gradients on the exact matrix:"
+        f" {_iterations(ours, comparison.tolerance)} with it as preconditioner,"
+        f" {_iterations(plain, comparison.tolerance)} without any.",
+    ]
+    if plain.storage <= comparison.storage:
+        lines.append(
+            f"Exact products fit into the budget as well: they need {_percent(plain.storage)}."
+        )
+    return element("div", element("ul", *(element("li", line) for line in lines)), class_="lead")
+
+
+def _against_next_best(comparison: Comparison, ours: ComparedMethod) -> str:
+    """Compared with what else fits into the budget."""
+    others = [
+        method
+        for method in comparison.methods
+        if method.name not in ("hierarchical", "matrix-free")
+        and method.storage <= comparison.storage
+    ]
+    if not others:
+        return f"No other method fits into the budget of {_percent(comparison.storage)}."
+    best = min(others, key=lambda method: method.error)
+    told = (
+        f"Of the other methods within the budget of {_percent(comparison.storage)}, {best.name}"
+        f" is the most accurate: {_error(best.error)} with {_percent(best.storage)} stored"
+    )
+    if ours.error > 0 and best.error > ours.error:
+        return f"{told}, {best.error / ours.error:.2g} times the error."
+    return f"{told}, as accurate as the hierarchical matrix or more."
+
+
+def _iterations(method: ComparedMethod, tolerance: float) -> str:
+    if method.num_iterations is None:
+        return "no iterations: it cannot solve"
+    count = f"{method.num_iterations} iterations"
+    reached = method.residuals[-1]
+    return count if reached <= tolerance else f"{count} (not converged, residual {reached:.1e})"
+
+
+def _computed(comparison: Comparison, details: ComparisonDetails) -> Html:
+    matrix = details.matrix
+    dense = comparison.size**2 * matrix.dtype.itemsize
+    chain = matrix.network.layers
+    sizes = " → ".join(str(s) for s in (chain[0].in_features, *(x.out_features for x in chain)))
+    damping = f"{comparison.damping:.2e}"
+    if details.damping_is_default:
+        damping += " (a thousandth of the largest eigenvalue)"
+    facts = [
+        ("Matrix", "Gauss-Newton Hessian H = Σ Jᵢᵀ Qᵢ Jᵢ of the loss over all points"),
+        ("Network", f"{sizes}, {len(chain)} linear layers"),
+        ("Parameters, N", f"{comparison.size:,}"),
+        ("Data points, n", f"{comparison.num_points:,}"),
+        ("Loss", details.loss),
+        ("Type of numbers", str(matrix.dtype).removeprefix("torch.")),
+        ("Dense, H would take", format_bytes(dense)),
+        (
+            "Budget of storage",
+            f"{_percent(comparison.storage)} of that, {format_bytes(comparison.storage * dense)}",
+        ),
+        ("Damping of all solves", damping),
+        ("Date", f"{details.finished:%Y-%m-%d %H:%M} UTC"),
+        ("Seed", details.seed),
+    ]
+    known = element("div", table("The problem", ("what", "value"), facts, text=1), class_="facts")
+    rows = [
+        (
+            layer.name,
+            layer.in_features,
+            layer.out_features,
+            "yes" if layer.bias is not None else "no",
+            "yes" if layer.trainable else "no",
+        )
+        for layer in chain
+    ]
+    header = ("layer", "inputs", "units", "bias", "trained")
+    summary = element("summary", "The model as PyTorch prints it")
+    printed = element("pre", details.model, tabindex=0)
+    return together(
+        known,
+        table("Linear layers; those that are trained belong to the matrix", header, rows, text=2),
+        element("details", summary, printed),
+    )
+
+
+def _methods(comparison: Comparison, findings: Findings) -> Html:
+    header = (
+        "method",
+        "error",
+        "storage",
+        "build",
+        "product",
+        "residual",
+        "iterations",
+        "settings",
+    )
+    rows = [
+        (
+            method.name,
+            f"{method.error:.1e}",
+            f"{method.storage:.3%}",
+            f"{method.build_seconds:.2f} s",
+            f"{1e3 * method.product_seconds:.1f} ms",
+            "–" if method.solve_residual is None else f"{method.solve_residual:.1e}",
+            "–" if method.num_iterations is None else method.num_iterations,
+            method.settings,
+        )
+        for method in comparison.methods
+    ]
+    label = "Relative error against storage of every method: " + "; ".join(
+        f"{method.name} {method.error:.1e} at {method.storage:.3%}"
+        for method in comparison.methods
+        if method.error > 0
+    )
+    caption = (
+        "Lower left is better. Matrix-free is exact and not drawn; it stores"
+        f" {_percent(comparison.methods[0].storage)}."
+    )
+    if findings.curves:
+        caption += (
+            " Lines: a quarter, a half and all of the budget. The smaller hierarchical matrices"
+            " are made like the one at full budget, with smaller ranks; planned for their own"
+            " budgets they may be better."
+        )
+    drawn = figures.error_figure(comparison, findings.curves, label)
+    return together(
+        figure(drawn, caption),
+        table("Every method at the budget; “–” where it cannot solve", header, rows, text=1),
+    )
+
+
+def _convergence(comparison: Comparison, details: ComparisonDetails) -> Html:
+    solving = [method for method in comparison.methods if method.residuals]
+    label = "Residual of conjugate gradients against iterations: " + "; ".join(
+        f"{method.name} {_iterations(method, comparison.tolerance)}" for method in solving
+    )
+    others = [method.name for method in comparison.methods if not method.residuals]
+    caption = (
+        f"(H + {comparison.damping:.2e} I) x = b with the exact H and a random b, to a residual of"
+        f" {comparison.tolerance:.0e} in at most {details.max_iterations} iterations; every method"
+        " is the preconditioner once. Fewer iterations are better."
+    )
+    if others:
+        caption += f" Without an inverse: {', '.join(others)}."
+    return figure(figures.cg_figure(solving, comparison.tolerance, label), caption)
