@@ -434,3 +434,16 @@ def test_matrix_free() -> None:
     assert int(matrix.iterate(rhs, 1e-2).num_iterations.max()) > 1
     with pytest.raises(RuntimeError, match="conjugate gradients: 2 of 2"):
         MatrixFree(operator, max_iterations=1).solve(rhs, 1e-6)
+
+
+@pytest.mark.parametrize("build", ["low rank", "compressed"])
+def test_errors_are_measured_with_vectors_of_their_own(build: str) -> None:
+    """A sketch as wide as the probes, from the same seed, must not be the probes."""
+    factor = normal(600, 600, seed=5) * torch.arange(1, 601) ** -0.5
+    dense = factor @ factor.T
+    if build == "low rank":
+        approximation = LowRank(dense, 118, oversampling=10)
+    else:
+        approximation = hcurv.compress(dense, max_rank=16, leaf_size=32, global_rank=0)
+    true = float(torch.linalg.norm(approximation.to_dense() - dense) / torch.linalg.norm(dense))
+    assert approximation.relative_error(dense) == pytest.approx(true, rel=0.1)

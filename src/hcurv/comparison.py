@@ -22,7 +22,7 @@ from hcurv.hierarchical import CompressionWarning, HMatrix, compress
 from hcurv.indexing import check_count
 from hcurv.krylov import CGResult, cg, eigsh
 from hcurv.losses import Loss
-from hcurv.operators import SymmetricOperator
+from hcurv.operators import PROBE_SEED, SymmetricOperator
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["ComparedMethod", "Comparison", "compare"]
 
 _NUM_COLUMNS = 16  # of products and solves that are timed
-_PROBES = 2**31  # added to the seed: no method is built from the vectors that it is measured with
 
 
 @dataclass(frozen=True)
@@ -279,7 +278,7 @@ class _Run:
     ) -> None:
         self._matrix, self._storage, self._damping = matrix, storage, damping
         self._tolerance, self._max_iterations, self._seed = tolerance, max_iterations, seed
-        generator = torch.Generator().manual_seed(_PROBES + seed)
+        generator = torch.Generator().manual_seed(PROBE_SEED + seed)
         shape = (matrix.shape[0], max(num_probes, _NUM_COLUMNS))
         probes = torch.randn(shape, dtype=matrix.dtype, generator=generator).to(matrix.device)
         self._probes, self._products = probes, matrix @ probes

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
     from hcurv.indexing import Index
 
-__all__ = ["EntrySource", "SymmetricOperator"]
+__all__ = ["PROBE_SEED", "EntrySource", "SymmetricOperator"]
+
+PROBE_SEED = 2**31  # added to seeds of probes: nothing may be measured by what it was built from
 
 
 @runtime_checkable
@@ -161,7 +163,7 @@ class SymmetricOperator(ABC):
             )
         if num_probes < 1:
             raise ValueError(f"num_probes must be at least 1; got {num_probes}")
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(PROBE_SEED + seed)
         probes = torch.randn(self.shape[0], num_probes, dtype=self.dtype, generator=generator).to(
             self.device
         )
