@@ -248,7 +248,7 @@ def compare(
         damping_is_default,
         max_iterations,
         num_probes,
-        _PROBES + seed,
+        PROBE_SEED + seed,
         seed,
         datetime.now(timezone.utc),
     )
