@@ -31,4 +31,4 @@ def demo(
     with redirect_stdout(sys.stderr if as_json else sys.stdout):
         main(folder)
     if as_json:
-        print_json({"folder": folder, "files": sorted(folder.glob("*.png"))})
+        print_json({"folder": folder, "files": sorted(folder.iterdir())})
