@@ -11,10 +11,13 @@ import hcurv
 from hcurv.experiments import demo
 
 
-def test_the_demonstration_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demonstration_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "SIZES", (64, 16, 10))
     demo.main(tmp_path)
     printed = capsys.readouterr().out
-    assert "H is 6570 x 6570" in printed
+    assert "H is 1210 x 1210" in printed
     assert "agrees with automatic differentiation" in printed
     for line in demo.EXAMPLE:
         assert f">>> {line}" in printed
@@ -23,7 +26,10 @@ def test_the_demonstration_runs(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert (tmp_path / name).stat().st_size > 10_000
 
 
-def test_the_example_is_what_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_is_what_is_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "SIZES", (64, 16, 10))
     inputs, labels = demo.digits()
     scope: dict[str, object] = {"hcurv": hcurv, "inputs": inputs, "labels": labels}
     scope |= {"model": demo.train(inputs, labels), "loss": torch.nn.CrossEntropyLoss()}

@@ -92,15 +92,15 @@ def test_a_row_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert measured == ["classifier (digits)", "AE (digits)", "AE (digits)"]
 
 
-def test_other_settings_are_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reproduce("comparison", tmp_path, quick=True)
-    path = tmp_path / "comparison-quick.json"
+def test_other_settings_are_measured_anew(folder: Path) -> None:
+    reproduce("memory", folder, quick=True)
+    path = folder / "memory-quick.json"
     content = json.loads(path.read_text())
     content["rows"]["AE (digits)"]["settings"]["num_points"] = 7
-    content["rows"]["AE (digits)"]["values"]["hm_error"] = 123.0
+    content["rows"]["AE (digits)"]["values"]["size"] = 123
     path.write_text(json.dumps(content))
-    reproduce("comparison", tmp_path, quick=True)
-    assert json.loads(path.read_text())["rows"]["AE (digits)"]["values"]["hm_error"] < 1
+    reproduce("memory", folder, quick=True)
+    assert json.loads(path.read_text())["rows"]["AE (digits)"]["values"]["size"] == 1354
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"format": 1}', '{"format": 9, "rows": {}}'])

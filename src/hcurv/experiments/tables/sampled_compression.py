@@ -57,7 +57,7 @@ def rows(quick: bool) -> dict[str, Settings]:
     if quick:
         options = {"leaf_size": 32, "tolerance": 2e-2}
         return {
-            f"{network} {way}": _settings(network, 300, way, "low", (10, 100), **options)
+            f"{network} {way}": _settings(network, 100, way, "low", (5, 50), **options)
             for network, way in (
                 ("AE (digits)", "subset"),
                 ("AE (digits)", "entries"),
