@@ -1,24 +1,23 @@
-"""Low rank and K-FAC: against other implementations, the paper's Table 4, measured complexities.
+"""Low rank and K-FAC: against other implementations.
 
 make bench BENCH=baselines DATA=folder-with-mnist-and-cifar10
-make bench BENCH=baselines PARTS="kfac low-rank" DATA=...
+
+The paper's comparison and complexities: `hcurv reproduce comparison`, `hcurv reproduce complexity`.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-import hcurv
-from compress import compress, gauss_newton, seeded_mlp
-from hcurv.baselines import KFAC, LowRank, MatrixFree
+from arguments import parse_data_argument
+from compress import gauss_newton
+from hcurv.baselines import KFAC, LowRank
+from hcurv.experiments.measure import best_time, describe_machine
 from hcurv.experiments.reference_networks import REFERENCE_NETWORKS, train
-from measure import best_time, describe_machine, parse_data_argument
 
 
 def curvlinops_kfac(model: nn.Module, loss: Any, inputs: Any, labels: Any, kind: str) -> Any:
@@ -115,124 +114,10 @@ TABLE_4 = {
 MOST_COLUMNS = 2**29  # floats of a sketch
 
 
-def table_4(data: str | None) -> None:
-    """RSVD and K-FAC columns."""
-    print("\nTable 4 of the paper, n = 10,000: RSVD of rank r with r/N as in the paper; K-FAC,")
-    print("block-tridiagonal, with 1 sample a point and with the exact expectation (the paper's")
-    print("number of samples k, k/N as for RSVD, lies in between), and its true storage")
-    print(f"{'':16}{'setting':9}{'r/N %':>8}{'RSVD':>9}{'paper':>9}{'K-FAC 1':>10}", end="")
-    print(f"{'exact':>9}{'paper':>9}{'stored %':>10}")
-    for (name, setting), (share, their_rsvd, their_kfac) in TABLE_4.items():
-        matrix = gauss_newton(name, data, 10_000)
-        trained = train(REFERENCE_NETWORKS[name], data)
-        points = trained.inputs[:10_000].clone()
-        size = matrix.shape[0]
-        rank = min(round(share / 100 * size), MOST_COLUMNS // size)
-        error = LowRank(matrix, rank).relative_error(matrix)
-        errors = []
-        for count in (1, None):
-            approximation = KFAC(
-                trained.model,
-                trained.loss,
-                points,
-                structure="block-tridiagonal",
-                num_samples=count,
-            )
-            errors.append(approximation.relative_error(matrix))
-        theirs = [f"{e:.1e}" if e is not None else "–" for e in (their_rsvd, their_kfac)]
-        print(
-            f"{name:16}{setting:9}{100 * rank / size:>8.2f}{error:>9.1e}{theirs[0]:>9}"
-            f"{errors[0]:>10.1e}{errors[1]:>9.1e}{theirs[1]:>9}"
-            f"{100 * approximation.compression_rate:>10.3f}",
-            flush=True,
-        )
-
-
-def measure_all(sizes: tuple[int, ...], num_points: int) -> dict[str, dict[str, float]]:
-    """Construction, storage and solve of the four methods of Table 2 on one network."""
-    inputs = torch.rand(num_points, sizes[0], generator=torch.Generator().manual_seed(0))
-    model, loss = seeded_mlp(sizes), nn.CrossEntropyLoss()
-    matrix = hcurv.GaussNewton(model, loss, inputs)
-    damping = 1e-2 * float(hcurv.eigsh(matrix, 1, tolerance=1e-3).values[0])
-    rhs = torch.randn(matrix.shape[0], 16, generator=torch.Generator().manual_seed(1))
-
-    def hierarchical() -> hcurv.HMatrix:
-        return compress(
-            hcurv.GaussNewton(model, loss, inputs),
-            accuracy="low",
-            positive_definite=True,
-            damping=damping,
-        )
-
-    builders = {
-        "MF": lambda: MatrixFree(hcurv.GaussNewton(model, loss, inputs), tolerance=1e-4),
-        "RSVD": lambda: LowRank(hcurv.GaussNewton(model, loss, inputs), 64),
-        "K-FAC": lambda: KFAC(model, loss, inputs, structure="block-tridiagonal"),
-        "HM": hierarchical,
-    }
-    found = {}
-    for name, build in builders.items():
-        operator: Any = build()
-        solve = partial(operator.solve, rhs, damping) if name in ("MF", "RSVD") else None
-        if solve is None:
-            solve = partial(operator.factorize(damping).solve, rhs)
-        found[name] = {
-            "construction": best_time(build, 2, 30),
-            "storage": float(operator.num_stored),
-            "solve": best_time(solve, 2, 30),
-        }
-    return found
-
-
-def table_2(data: str | None) -> None:
-    """Exponents of construction, storage and solve in N and in n."""
-    print("\nTable 2 of the paper, measured: exponents of N (128-w-w-10, n = 1000) and of n")
-    print("(128-128-128-10); MF: conjugate gradients to 1e-4; RSVD of rank 64; K-FAC")
-    print("block-tridiagonal, one sample; HM at low accuracy; λ = 1e-2 λ₁, 16 right-hand sides")
-    by_size = [((128, w, w, 10), 1000) for w in (64, 128, 256, 512)]
-    by_points = [((128, 128, 128, 10), n) for n in (500, 1000, 2000, 4000, 8000)]
-    sweeps = {"N": by_size, "n": by_points}
-    measured = {what: [measure_all(*setting) for setting in runs] for what, runs in sweeps.items()}
-    axes = {
-        "N": [128 * w + w + w * w + w + 10 * w + 10 for (_, w, _, _), _ in by_size],
-        "n": [n for _, n in by_points],
-    }
-    print(f"{'':8}" + "".join(f"{f'{q} in {w}':>19}" for w in axes for q in QUANTITIES))
-    for method in ("MF", "RSVD", "K-FAC", "HM"):
-        cells = []
-        for what, values in axes.items():
-            for quantity in QUANTITIES:
-                series = [run[method][quantity] for run in measured[what]]
-                slope, _ = np.polyfit(np.log(values), np.log(series), 1)
-                cells.append(f"{slope:>19.2f}")
-        print(f"{method:8}" + "".join(cells))
-    plot_complexities(axes, measured)
-
-
 QUANTITIES = ("construction", "storage", "solve")
 
 
-def plot_complexities(
-    axes: dict[str, list[int]], measured: dict[str, list[dict[str, dict[str, float]]]]
-) -> None:
-    """Log-log plots beside this script's results."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 6.4), layout="constrained")
-    grid = figure.subplots(2, 3)
-    for row, (what, values) in zip(grid, axes.items(), strict=True):
-        for axis, quantity in zip(row, QUANTITIES, strict=True):
-            for method in ("MF", "RSVD", "K-FAC", "HM"):
-                series = [run[method][quantity] for run in measured[what]]
-                axis.loglog(values, series, "o-", label=method)
-            axis.set(xlabel=what, ylabel="floats" if quantity == "storage" else "s", title=quantity)
-    grid[0, 0].legend()
-    target = Path(__file__).parent / "results" / "complexities.png"
-    figure.savefig(target, dpi=120)
-    print(f"plotted in benchmarks/results/{target.name}")
-
-
-PARTS = {"kfac": kfac, "low-rank": low_rank, "table-4": table_4, "table-2": table_2}
+PARTS = {"kfac": kfac, "low-rank": low_rank}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Compression of Gauss-Newton Hessians: targets, the paper's Tables 3, 5 and 7, growth with N.
+"""Compression of Gauss-Newton Hessians: targets, error against storage, growth.
 
     make bench BENCH=compress DATA=folder-with-mnist-and-cifar10
     make bench BENCH=compress PARTS="targets curve" DATA=...
@@ -6,6 +6,7 @@
 Errors are ‖HX − AX‖_F/‖HX‖_F with 128 Gaussian columns, storage is every stored float over N²,
 build is end to end from the `GaussNewton` object, and times are in units of a dense product H·X₁₂₈
 of the same size in the same run. All of it is without global parts; for these see format.py.
+The paper's tables: `hcurv reproduce cost-accuracy` and others.
 """
 
 from __future__ import annotations
@@ -19,9 +20,14 @@ import torch
 from torch import Tensor, nn
 
 import hcurv
-from hcurv.experiments import datasets
-from hcurv.experiments.reference_networks import REFERENCE_NETWORKS, build_mlp, train
-from measure import best_time, describe_machine, parse_data_argument, peak_extra_bytes
+from arguments import parse_data_argument
+from hcurv.experiments.measure import (
+    best_time,
+    dense_product_seconds,
+    describe_machine,
+    peak_extra_bytes,
+)
+from hcurv.experiments.reference_networks import REFERENCE_NETWORKS, seeded_mlp, train
 
 GB = 1e9
 
@@ -46,30 +52,6 @@ CURVES = {
     "low": (3e-1, 1e-1, 5e-2, 2e-2, 1e-2),
     "high": (1e-2, 3e-3, 1e-3, 5e-4),
 }
-# (storage in %, error) of the paper's tables, and the tolerance that we ask for.
-Rows = dict[tuple[str, str], tuple[float, float, float]]
-TABLE_3: Rows = {
-    ("classifier (a)", "low"): (1.80, 1.5e-1, 5e-2),
-    ("classifier (a)", "high"): (13.59, 4.4e-4, 5e-4),
-    ("classifier (b)", "low"): (0.57, 4.7e-1, 5e-2),
-    ("classifier (b)", "high"): (4.78, 4.0e-2, 1e-2),
-    ("AE (a)", "low"): (1.25, 1.2e-1, 5e-2),
-    ("AE (a)", "high"): (11.38, 6.5e-4, 5e-4),
-    ("AE (b)", "low"): (0.53, 5.5e-3, 4e-3),
-    ("AE (b)", "high"): (4.62, 6.6e-4, 5e-4),
-    ("AE (c)", "low"): (0.28, 4.1e-3, 3e-3),
-    ("AE (c)", "high"): (2.32, 5.2e-4, 3e-4),
-}
-TABLE_5: Rows = {
-    ("classifier (c)", "low"): (0.165, 3.1e-1, 1e-1),
-    ("classifier (c)", "high"): (1.268, 4.2e-2, 2e-2),
-    ("classifier (d)", "low"): (0.012, 1.2e-1, 1e-1),
-    ("classifier (d)", "high"): (0.177, 2.2e-2, 2e-2),
-}
-# With the presets' caps these rows stop at errors of 4.5e-3 and 5.4e-4.
-MAX_RANK = {("AE (c)", "low"): 192, ("AE (c)", "high"): 1536}
-TABLE_7 = {"low": (2.8e-1, 1.3e-1, 1.4e-1, 6.1e-2), "high": (2.2e-2, 9.5e-3, 2.7e-3, 9.6e-4)}
-COUNTS = (10, 100, 1_000, 10_000)
 
 
 def gauss_newton(name: str, data: str | None, num_points: int) -> hcurv.GaussNewton:
@@ -108,12 +90,6 @@ def measure(matrix: hcurv.GaussNewton, repeats: int, **options: Any) -> Measured
     return Measured(found[0], times[0], product, peak)
 
 
-def dense_product(size: int, num_columns: int = 128) -> float:
-    """Seconds of a dense product with 128 columns."""
-    dense, columns = torch.randn(size, size), torch.randn(size, num_columns)
-    return best_time(lambda: dense @ columns, 7)
-
-
 def targets(data: str | None) -> None:
     """The four rows that have to be reached."""
     print("\nReached (asked for), n = 1000, times in dense products H·X₁₂₈")
@@ -121,7 +97,7 @@ def targets(data: str | None) -> None:
     print(f"{'':16}{'setting':8}{'tolerance':>10}{header}  ordering")
     for (name, setting), target in TARGETS.items():
         matrix = gauss_newton(name, data, 1000)
-        unit = dense_product(matrix.shape[0])
+        unit = dense_product_seconds(matrix.shape[0])
         result, build, product, _ = measure(matrix, 4, accuracy=setting, tolerance=target.tolerance)
         error, storage = result.relative_error(matrix), 100 * result.compression_rate
         print(
@@ -152,39 +128,8 @@ def curve(data: str | None) -> None:
                 )
 
 
-def beside_paper(rows: Rows, data: str | None, num_points: int) -> None:
-    """Rows of a table of the paper, ours and theirs."""
-    header = f"{'error':>10}{'paper':>9}{'storage %':>11}{'paper':>8}{'stored':>10}"
-    print(f"{'':16}{'setting':8}{'N':>9}{header}{'build':>9}{'product':>9}{'peak':>9}")
-    for (name, setting), (storage, error, tolerance) in rows.items():
-        matrix = gauss_newton(name, data, num_points)
-        options: dict[str, Any] = {"accuracy": setting, "tolerance": tolerance}
-        if (name, setting) in MAX_RANK:
-            options["max_rank"] = MAX_RANK[name, setting]
-        result, build, product, peak = measure(matrix, 1, **options)
-        print(
-            f"{name:16}{setting:8}{matrix.shape[0]:>9}{result.relative_error(matrix):>10.1e}"
-            f"{error:>9.1e}{100 * result.compression_rate:>11.4f}{storage:>8.3f}"
-            f"{result.nbytes / GB:>7.2f} GB{build:>7.1f} s{product:>7.2f} s{peak / GB:>6.1f} GB"
-            f"  tolerance {tolerance:.0e}, max_rank {result.record.max_rank}",
-            flush=True,
-        )
-
-
-def table_3(data: str | None) -> None:
-    """The paper's five small networks."""
-    print("\nTable 3 of the paper, n = 1000, product with 128 columns")
-    beside_paper(TABLE_3, data, 1000)
-
-
-def table_5(data: str | None) -> None:
-    """The paper's two large networks."""
-    print("\nTable 5 of the paper, n = 10,000, product with 128 columns")
-    beside_paper(TABLE_5, data, 10_000)
-
-
 def growth(data: str | None) -> None:
-    """Two-layer networks of growing width on random inputs; n = 1000."""
+    """Two-layer networks of growing width on random inputs; n = 500."""
     print("\nGrowth: 128-w-10 classifier on uniform inputs, n = 500, low accuracy")
     print(f"{'N':>9}{'build s':>10}{'product s':>11}{'stored floats':>15}{'error':>10}")
     inputs = torch.rand(500, 128, generator=torch.Generator().manual_seed(0))
@@ -231,55 +176,10 @@ def plot_growth(sizes: list[int], builds: list[float], stored: list[int]) -> Non
     print(f"plotted in benchmarks/results/{target.name}")
 
 
-def seeded_mlp(sizes: tuple[int, ...]) -> nn.Module:
-    """A network from seed 0."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return build_mlp(sizes, nn.ReLU)
-
-
-def table_7(data: str | None) -> None:
-    """Compression of sampled entries, all entries from c draws."""
-    print("\nTable 7 of the paper (pattern): sampled entries, method 'neighbors', error against")
-    print("the exact matrix. Autoencoder 64-4-64, all 1797 digits")
-    images = datasets.digits()[0]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = build_mlp((64, 4, 64), nn.Softplus, nn.Sigmoid())
-    matrix = hcurv.GaussNewton(model, hcurv.losses.HalfSquaredError(), images)
-    everything = torch.arange(matrix.shape[0])
-    # Sampled entries are functions of their indices: evaluated once, they serve both settings.
-    sources = [
-        matrix.sample_entries(count, "importance").block(everything, everything) for count in COUNTS
-    ]
-    sources.append(matrix.to_dense())
-    print(f"{'':26}" + "".join(f"{f'c = {count}':>12}" for count in COUNTS) + f"{'exact':>12}")
-    for setting, leaf_size, tolerance in (("low", 32, 1e-3), ("high", 64, 1e-4)):
-        results = [
-            compress(
-                source,
-                accuracy=setting,
-                leaf_size=leaf_size,
-                tolerance=tolerance,
-                ordering=matrix.orders()["layer-output-input"],
-                method="neighbors",
-            )
-            for source in sources
-        ]
-        errors = "".join(f"{result.relative_error(matrix):>12.1e}" for result in results)
-        rates = "".join(f"{100 * result.compression_rate:>12.1f}" for result in results)
-        print(f"{f'{setting}: error':26}{errors}", flush=True)
-        print(f"{f'{setting}: storage %':26}{rates}")
-        print(f"{'  the paper (MNIST)':26}" + "".join(f"{e:>12.1e}" for e in TABLE_7[setting]))
-
-
 PARTS = {
     "targets": targets,
-    "table-3": table_3,
-    "table-5": table_5,
     "growth": growth,
     "curve": curve,
-    "table-7": table_7,
 }
 
 

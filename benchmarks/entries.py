@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import hcurv
+from arguments import parse_data_argument
+from hcurv.experiments.measure import best_time, describe_machine, peak_extra_bytes, sgemm_rate
 from hcurv.experiments.reference_networks import REFERENCE_NETWORKS, build_mlp, train
-from measure import best_time, describe_machine, parse_data_argument, peak_extra_bytes, sgemm_rate
 
 MB = 1e6
 

@@ -1,6 +1,6 @@
-"""Monte Carlo entries: accuracy beside the paper's Table 6, time per entry, memory.
+"""Monte Carlo entries: time per entry, memory. Their accuracy: `hcurv reproduce sampling`.
 
-make bench BENCH=sampling DATA=folder-with-mnist-and-cifar10
+make bench BENCH=sampling
 """
 
 from __future__ import annotations
@@ -9,62 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import hcurv
-from hcurv.experiments.reference_networks import REFERENCE_NETWORKS, build_mlp, train
-from hcurv.sampling import Scheme
-from measure import best_time, describe_machine, parse_data_argument, peak_extra_bytes
+from arguments import parse_data_argument
+from hcurv.experiments.measure import best_time, describe_machine, peak_extra_bytes
+from hcurv.experiments.reference_networks import build_mlp
 
 MB = 1e6
 COUNTS = (10, 100, 1_000, 10_000)
-SCHEMES: tuple[Scheme, ...] = ("importance", "stratified", "uniform")
-# Rows of the paper's Table 6: its FMC is our "importance".
-PAPER = {
-    "AE (a)": {
-        "importance": (9.7e-3, 3.1e-3, 9.6e-4, 3.1e-4),
-        "uniform": (0.36, 0.11, 0.036, 0.011),
-    },
-    "classifier (b)": {
-        "importance": (0.61, 0.19, 0.061, 0.019),
-        "uniform": (0.97, 0.31, 0.098, 0.036),
-    },
-}
-# Most pairs drawn for an autoencoder are exact zeros and say nothing, so that it needs more.
-NUM_PAIRS = {"AE (a)": 60_000, "classifier (b)": 4_000}
-
-
-def accuracy(data: str | None) -> None:
-    """Relative errors in the Frobenius norm over the whole training sets."""
-    for name, num_pairs in NUM_PAIRS.items():
-        trained = train(REFERENCE_NETWORKS[name], data)
-        matrix = hcurv.GaussNewton(trained.model, trained.loss, trained.inputs)
-        print(f"\n{name}, N = {matrix.shape[0]}, n = {matrix.num_points}: ‖H̃ − H‖_F / ‖H‖_F")
-        print(f"{'':24}" + "".join(f"{f'c = {count}':>22}" for count in COUNTS))
-        errors: dict[str, list[float]] = {}
-        for scheme in SCHEMES:
-            cells = []
-            for count in COUNTS:
-                sampled = matrix.sample_entries(count, scheme)
-                error = hcurv.sampling_error(sampled, matrix, num_pairs)
-                errors.setdefault(scheme, []).append(error.value)
-                cells.append(f"{error.value:10.2e} ± {error.standard_error:.1e}")
-            print(f"{scheme:24}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
-            if scheme in PAPER[name]:
-                paper = "".join(f"{value:>22.1e}" for value in PAPER[name][scheme])
-                print(f"{f'  the paper: {scheme}':24}{paper}")
-        pairs = zip(errors["stratified"], errors["importance"], strict=True)
-        print(f"{'stratified/importance':24}" + "".join(f"{s / i:>22.2f}" for s, i in pairs))
-        pairs = zip(errors["importance"], PAPER[name]["importance"], strict=True)
-        print(f"{'importance/paper':24}" + "".join(f"{i / p:>22.2f}" for i, p in pairs))
-        subset_errors(matrix, num_pairs)
-
-
-def subset_errors(matrix: hcurv.GaussNewton, num_pairs: int) -> None:
-    """The same for one weighted subset that serves all entries."""
-    cells = []
-    for count in COUNTS:
-        subset = matrix.subsample(count)
-        error = hcurv.sampling_error(subset, matrix, num_pairs)
-        cells.append(f"{error.value:10.2e} ± {error.standard_error:.1e}")
-    print(f"{'subsample':24}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
 
 
 def _network(hidden: int, outputs: int, num_points: int) -> hcurv.GaussNewton:
@@ -125,8 +75,7 @@ def memory() -> None:
 
 
 if __name__ == "__main__":
-    arguments = parse_data_argument(__doc__)
+    parse_data_argument(__doc__)
     print(describe_machine())
     timing()
     memory()
-    accuracy(arguments.data)

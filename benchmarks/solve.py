@@ -2,6 +2,7 @@
 
     make bench BENCH=solve DATA=folder-with-mnist-and-cifar10
     make bench BENCH=solve PARTS="factor growth" DATA=...
+    make bench BENCH=solve PARTS="cg --only 'AE (b)'" DATA=...
 
 Times of "factor" are in units of a dense product H·X₁₂₈ of the same size in the same run.
 Conjugate gradients run in float64 on the exact matrix (in float32 no method reaches 1e-6 at small
@@ -22,10 +23,12 @@ import torch
 from torch import Tensor, nn
 
 import hcurv
-from compress import compress, dense_product, gauss_newton, seeded_mlp
-from hcurv.experiments.reference_networks import REFERENCE_NETWORKS, train
+from arguments import parse_data_argument
+from compress import compress, gauss_newton
+from hcurv.baselines import LowRank
+from hcurv.experiments.measure import best_time, dense_product_seconds, describe_machine
+from hcurv.experiments.reference_networks import REFERENCE_NETWORKS, seeded_mlp, train
 from hcurv.hierarchical.definite import make_definite
-from measure import best_time, describe_machine, parse_data_argument
 
 GB = 1e9
 SMALL = ("AE (a)", "classifier (a)", "classifier (b)", "AE (b)", "AE (c)")
@@ -33,6 +36,7 @@ SMALL = ("AE (a)", "classifier (a)", "classifier (b)", "AE (b)", "AE (c)")
 TOLERANCES = {"AE (a)": 5e-4, "classifier (a)": 2.8e-3}
 NUM_RIGHT_HAND_SIDES = 16
 MAX_ITERATIONS = 600
+DEFAULT_TOLERANCE = 1e-3  # of hcurv.compress, all else chosen by it
 LARGEST_BLOCK = 12_000  # rows of a dense block of block-Jacobi
 
 
@@ -41,7 +45,7 @@ def largest_eigenvalue(matrix: hcurv.SymmetricOperator) -> float:
     return float(hcurv.eigsh(matrix, 1, tolerance=1e-3).values[0])
 
 
-def factor(data: str | None) -> None:
+def factor(data: str | None, only: list[str] | None = None) -> None:
     """Factorize and solve at high accuracy."""
     header = f"{'damping/λ₁':>12}{'factorize':>15}{'solve':>17}{'storage':>17}{'logdet s':>10}"
     print("\nReached (asked for), accuracy 'high', times in dense products H·X₁₂₈; storage of the")
@@ -50,8 +54,10 @@ def factor(data: str | None) -> None:
     print(f"{'':16}{'n':>7}{header}{'variances s':>13}{'error':>9}")
     for num_points in (1000, 10_000):
         for name, tolerance in TOLERANCES.items():
+            if only and name not in only:
+                continue
             matrix = gauss_newton(name, data, num_points)
-            unit = dense_product(matrix.shape[0])
+            unit = dense_product_seconds(matrix.shape[0])
             largest = largest_eigenvalue(matrix)
             plain = compress(matrix, accuracy="high", tolerance=tolerance)
             rhs = torch.randn(matrix.shape[0], 128)
@@ -73,13 +79,15 @@ def factor(data: str | None) -> None:
                 )
 
 
-def definite(data: str | None) -> None:
+def definite(data: str | None, only: list[str] | None = None) -> None:
     """positive_definite=True on all small networks, over six dampings."""
     print("\npositive_definite=True, n = 1000: every matrix factorizes with its damping; error of")
     print("the plain compression, and with each damping")
     powers = range(1, 7)
     print(f"{'':16}{'setting':8}{'plain':>9}" + "".join(f"{f'1e-{p} λ₁':>10}" for p in powers))
     for name in SMALL:
+        if only and name not in only:
+            continue
         matrix = gauss_newton(name, data, 1000)
         largest = largest_eigenvalue(matrix)
         for setting in ("low", "high"):
@@ -111,6 +119,19 @@ def timed(function: Callable[..., Any], *arguments: Any, **options: Any) -> tupl
 def methods(matrix: hcurv.GaussNewton, model: nn.Module) -> Iterator[Method]:
     """All preconditioners, from the float32 matrix."""
     yield Method("none", lambda damping: (None, 0.0))
+    default = hcurv.compress(matrix, tolerance=DEFAULT_TOLERANCE)
+    yield Method("ours, default", lambda damping: timed(lambda: default_factors(matrix, damping)))
+    rank = max(1, default.num_stored // matrix.shape[0])
+    low_rank, build = timed(LowRank, matrix, rank)
+    yield Method("low rank", lambda damping: (LowRankSolve(low_rank, damping), build))
+    leaves = f"leaves {default.record.leaf_size}" if default.tree.num_kept else "no tree"
+    print(
+        f"{'':25}default: {100 * default.compression_rate:.3f} % stored, global rank"
+        f" {default.global_rank}, {leaves}; low rank: {rank}"
+    )
+    for setting in ("low", "high"):
+        plain, build = timed(compress, matrix, accuracy=setting)
+        yield Method(f"ours, {setting}", partial(definite_factors, plain, build))
     yield Method("Jacobi", lambda damping: timed(lambda: matrix.diagonal() + damping))
     layers = layer_slices(model)
     most = max(part.stop - part.start for part in layers)
@@ -120,16 +141,30 @@ def methods(matrix: hcurv.GaussNewton, model: nn.Module) -> Iterator[Method]:
         )
     else:
         print(f"{'':25}block-Jacobi left out: a dense block of {most} rows")
-    for setting in ("low", "high"):
-        plain, build = timed(compress, matrix, accuracy=setting)
 
-        def make(
-            damping: float, plain: hcurv.HMatrix = plain, build: float = build
-        ) -> tuple[Any, float]:
-            result, seconds = timed(lambda: make_definite(plain, damping).factorize(damping))
-            return result, seconds + build
 
-        yield Method(f"ours, {setting}", make)
+def default_factors(matrix: hcurv.GaussNewton, damping: float) -> hcurv.Factorization:
+    """Of the matrix that users get."""
+    options = {"tolerance": DEFAULT_TOLERANCE, "positive_definite": True, "damping": damping}
+    return compress(matrix, global_rank="auto", **options).factorize(damping)
+
+
+def definite_factors(plain: hcurv.HMatrix, build: float, damping: float) -> tuple[Any, float]:
+    """Of a compressed matrix whose building took some seconds."""
+    result, seconds = timed(lambda: make_definite(plain, damping).factorize(damping))
+    return result, seconds + build
+
+
+@dataclass(frozen=True)
+class LowRankSolve:
+    """In single precision, as the others."""
+
+    matrix: LowRank
+    damping: float
+
+    def solve(self, rhs: Tensor) -> Tensor:
+        """By the Woodbury formula."""
+        return self.matrix.solve(rhs.float(), self.damping).to(rhs.dtype)
 
 
 def layer_slices(model: nn.Module) -> list[slice]:
@@ -159,7 +194,9 @@ class BlockJacobi:
         return torch.cat([torch.cholesky_solve(rhs[part], factor) for part, factor in pairs])
 
 
-def conjugate_gradients(data: str | None, num_points: int = 1000) -> None:
+def conjugate_gradients(
+    data: str | None, only: list[str] | None = None, num_points: int = 1000
+) -> None:
     """Iterations and time to 1e-6 for every preconditioner."""
     print(
         f"\nConjugate gradients to 1e-6, {NUM_RIGHT_HAND_SIDES} right-hand sides,"
@@ -170,6 +207,8 @@ def conjugate_gradients(data: str | None, num_points: int = 1000) -> None:
     print(f"{'':25}" + "".join(f"{f'λ = 1e-{p} λ₁':>24}" for p in powers))
     names = ("AE (a)", "classifier (a)", "classifier (b)", "AE (b)")
     for name in names if num_points == 1000 else names[:2]:
+        if only and name not in only:
+            continue
         trained = train(REFERENCE_NETWORKS[name], data)
         single = gauss_newton(name, data, num_points)
         inputs = trained.inputs[:num_points].double()
@@ -201,12 +240,12 @@ def conjugate_gradients(data: str | None, num_points: int = 1000) -> None:
             print(f"{name:16}{method.name:14}" + "".join(cells), flush=True)
 
 
-def conjugate_gradients_large(data: str | None) -> None:
+def conjugate_gradients_large(data: str | None, only: list[str] | None = None) -> None:
     """The same over 10,000 points."""
-    conjugate_gradients(data, 10_000)
+    conjugate_gradients(data, only, 10_000)
 
 
-def growth(data: str | None) -> None:
+def growth(data: str | None, only: list[str] | None = None) -> None:
     """The networks of the compression benchmark."""
     print("\nGrowth: 128-w-10 classifier on uniform inputs, n = 500, low accuracy, λ = 1e-2 λ₁")
     print(f"{'N':>9}{'factorize s':>13}{'solve s':>10}{'logdet s':>10}{'variances s':>13}")
@@ -272,4 +311,4 @@ if __name__ == "__main__":
     arguments = parse_data_argument(__doc__, PARTS)
     print(describe_machine())
     for part in arguments.parts or PARTS:
-        PARTS[part](arguments.data)
+        PARTS[part](arguments.data, arguments.only)

@@ -106,3 +106,9 @@ def test_bad_input(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         hcurv.compare(*problem, **options)
+
+
+def test_a_zero_matrix_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1))
+    with pytest.raises(ValueError, match="H is zero for this network and data"):
+        hcurv.compare(model, nn.CrossEntropyLoss(), torch.ones(5, 3))

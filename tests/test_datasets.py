@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from hcurv.experiments import datasets
-from hcurv.experiments.cache import cache_directory, replacing
+from hcurv.experiments.cache import cache_directory
 from hcurv.experiments.download import DownloadError, download
 from image_files import (
     cifar_files,
@@ -390,18 +390,3 @@ def test_the_cache_folder_follows_the_environment(
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_directory() == tmp_path / ".cache" / "hcurv"
-
-
-def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"old")
-
-    def write_and_stop() -> None:
-        with replacing(path) as temporary:
-            temporary.write_bytes(b"half of the n")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_and_stop()
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+import hcurv
 from hcurv.experiments import demo
 
 
@@ -14,5 +16,18 @@ def test_the_demonstration_runs(tmp_path: Path, capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr().out
     assert "H is 6570 x 6570" in printed
     assert "agrees with automatic differentiation" in printed
-    for name in ("diagonal", "pixels", "block"):
-        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+    for line in demo.EXAMPLE:
+        assert f">>> {line}" in printed
+    assert "K-FAC block-diagonal" in printed
+    for name in ("pixels.png", "block.png", "report.html"):
+        assert (tmp_path / name).stat().st_size > 10_000
+
+
+def test_the_example_is_what_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inputs, labels = demo.digits()
+    scope: dict[str, object] = {"hcurv": hcurv, "inputs": inputs, "labels": labels}
+    scope |= {"model": demo.train(inputs, labels), "loss": torch.nn.CrossEntropyLoss()}
+    exec("\n".join(demo.EXAMPLE), scope)
+    expected = capsys.readouterr().out
+    demo.show_example(scope["model"], inputs, labels)  # type: ignore[arg-type]
+    assert expected in capsys.readouterr().out

@@ -30,7 +30,10 @@ def test_the_two_commands_are_named_and_exist() -> None:
         assert f"\n{target}:" in makefile
 
 
-@pytest.mark.parametrize("name", ["entries.txt", "sampling.txt", "compress.txt", "solve.txt"])
+FIGURES = ("entries", "sampling", "compress", "format", "solve", "baselines")
+
+
+@pytest.mark.parametrize("name", [f"{name}.txt" for name in FIGURES])
 def test_published_figures_are_those_of_the_committed_run(name: str) -> None:
     results = (ROOT / "benchmarks" / "results" / name).read_text()
     (shown,) = re.findall(rf"<!-- {name} -->\n```\n(.*?)```\n<!-- end -->", README, re.DOTALL)

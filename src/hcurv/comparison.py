@@ -74,7 +74,6 @@ class ComparisonDetails:
         damping_is_default: whether the damping was left to the comparison.
         max_iterations: most iterations of conjugate gradients.
         num_probes: random vectors for the errors.
-        probe_seed: of these vectors.
         seed: of everything else.
         finished: when the comparison was done.
     """
@@ -86,7 +85,6 @@ class ComparisonDetails:
     damping_is_default: bool
     max_iterations: int
     num_probes: int
-    probe_seed: int
     seed: int
     finished: datetime
 
@@ -215,6 +213,8 @@ def compare(
     start = time.perf_counter()
     matrix = GaussNewton(model, loss, data)
     precomputation = time.perf_counter() - start
+    if not bool(matrix.diagonal().any()):
+        raise ValueError("H is zero for this network and data: there is nothing to compare")
     damping_is_default = damping is None
     if damping is None:
         damping = 1e-3 * _largest_eigenvalue(matrix)
@@ -248,7 +248,6 @@ def compare(
         damping_is_default,
         max_iterations,
         num_probes,
-        PROBE_SEED + seed,
         seed,
         datetime.now(timezone.utc),
     )

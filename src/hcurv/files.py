@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 
-__all__ = ["check_target", "write_atomically"]
+__all__ = ["check_target", "replacing", "write_atomically"]
 
 
 def check_target(path: str | PathLike[str]) -> Path:
@@ -28,23 +29,21 @@ def check_target(path: str | PathLike[str]) -> Path:
     return target
 
 
-def write_atomically(path: Path, write: Callable[[str], object]) -> None:
-    """Write beside the target, then rename: whatever happens, no half-written file is left.
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path to write to, which takes the place of ``path`` if the block ends without an error.
 
-    Args:
-        path: the target, replaced only once the new file is complete.
-        write: writes the file of the name that it is given.
+    Whatever happens, no half-written file is left, and a reader sees the old file or the new one.
     """
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-    os.close(handle)
-    try:
-        write(name)
-        with open(name, "rb+") as stream:
+    with tempfile.TemporaryDirectory(prefix=".part-", dir=path.absolute().parent) as folder:
+        temporary = Path(folder) / path.name
+        yield temporary
+        with temporary.open("rb+") as stream:
             os.fsync(stream.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)  # as any new file; mkstemp's are private
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+        os.replace(temporary, path)
+
+
+def write_atomically(path: Path, write: Callable[[str], object]) -> None:
+    """The same for a function that writes the file of the name that it is given."""
+    with replacing(path) as temporary:
+        write(str(temporary))

@@ -2,9 +2,8 @@
 
     python -m hcurv.experiments.demo [FOLDER]
 
-trains a small network on scikit-learn's digits, builds its Gauss-Newton Hessian, prints entries,
-compares the time per entry with one matrix-free product per column, compresses it, and saves
-pictures.
+trains a small network on scikit-learn's digits, compresses and factorizes its Gauss-Newton Hessian,
+checks that against dense linear algebra, compares all methods and writes a report with pictures.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 import hcurv
 from hcurv.experiments.datasets import digits
-from hcurv.experiments.reference_networks import build_mlp
+from hcurv.experiments.reference_networks import seeded_mlp
 from hcurv.memory import format_bytes
 
 __all__ = ["main"]
@@ -29,9 +28,7 @@ SIZES = (64, 64, 32, 10)
 
 def train(inputs: Tensor, labels: Tensor) -> nn.Sequential:
     """Plain SGD for 30 epochs; reproducible."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        model = build_mlp(SIZES, nn.ReLU)
+    model = seeded_mlp(SIZES)
     loss, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.2)
     for _ in range(30):
         for batch, answers in zip(inputs.split(64), labels.split(64), strict=True):
@@ -73,32 +70,15 @@ def timed(function: Callable[[], object], repeats: int = 3) -> float:
 
 
 def save_pictures(model: nn.Sequential, matrix: hcurv.GaussNewton, folder: Path) -> list[Path]:
-    """The diagonal of each layer as images, and a part of the matrix itself."""
+    """The curvature per pixel of some units, and a part of the matrix itself."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
-    from matplotlib.colors import LogNorm
 
     folder.mkdir(parents=True, exist_ok=True)
     curvature = matrix.diagonal()
-    floor = float(curvature.max()) * 1e-8
     layers = [m for m in model if isinstance(m, nn.Linear)]
-    figure, axes = plt.subplots(1, len(layers), figsize=(12, 4.2), layout="constrained")
-    offset = 0
-    for number, (layer, axis) in enumerate(zip(layers, axes, strict=True), start=1):
-        values = curvature[offset : offset + layer.weight.numel()].view_as(layer.weight)
-        offset += layer.weight.numel() + layer.out_features
-        picture = axis.imshow(
-            values.clamp(min=floor).numpy(), norm=LogNorm(floor), aspect="auto", cmap="viridis"
-        )
-        axis.set(title=f"layer {number}: {layer.in_features} to {layer.out_features}")
-        axis.set(xlabel="input", ylabel="unit")
-        figure.colorbar(picture, ax=axis)
-    figure.suptitle("Curvature of every weight: the diagonal of H, layer by layer")
-    diagonal_path = folder / "diagonal.png"
-    figure.savefig(diagonal_path, dpi=120)
-
     first = curvature[: layers[0].weight.numel()].view(-1, 8, 8)
     strongest = first.sum((1, 2)).argsort(descending=True)[:16]
     figure, tiles = plt.subplots(2, 8, figsize=(12, 3.6), layout="constrained")
@@ -119,77 +99,79 @@ def save_pictures(model: nn.Sequential, matrix: hcurv.GaussNewton, folder: Path)
     block_path = folder / "block.png"
     figure.savefig(block_path, dpi=120)
     plt.close("all")
-    return [diagonal_path, pixels_path, block_path]
+    return [pixels_path, block_path]
 
 
-def show_compression(H: hcurv.GaussNewton) -> hcurv.HMatrix:
-    """Compress to a few tolerances; the last result is returned."""
-    print("Compressed hierarchically (hcurv.compress):")
-    print(f"{'tolerance':>11}{'true error':>12}{'estimated':>11}{'of N² stored':>14}{'time':>9}")
-    for tolerance in (1e-1, 3e-2, 1e-2):
-        start = time.perf_counter()
-        A = hcurv.compress(H, tolerance=tolerance, leaf_size=64)
-        seconds = time.perf_counter() - start
-        print(
-            f"{tolerance:>11.0e}{A.relative_error(H):>12.1e}{A.estimated_error:>11.1e}"
-            f"{A.compression_rate:>14.2%}{seconds:>7.2f} s"
-        )
+def show_example(model: nn.Sequential, inputs: Tensor, labels: Tensor) -> hcurv.GaussNewton:
+    """The five lines that a user writes, and what they print."""
+    loss = nn.CrossEntropyLoss()
+    for line in EXAMPLE:
+        print(f">>> {line}")
+    H = hcurv.GaussNewton(model, loss, inputs)
+    A = hcurv.compress(H, tolerance=1e-2, positive_definite=True, damping=1e-3)
+    F = A.factorize(1e-3)
+    step = F.solve(H.gradient(labels))
+    print(A.compression_rate, A.estimated_error, float(F.logdet()), float(step.norm()))
     print()
-    return A
+    return H
 
 
-def show_solves(H: hcurv.GaussNewton) -> None:
-    """Factorize, solve, precondition; compare with dense linear algebra."""
-    largest = float(hcurv.eigsh(H, 1, tolerance=1e-3).values[0])
-    damping = 1e-3 * largest
-    size = H.shape[0]
-    print(f"Solved with damping 1e-3 of the largest eigenvalue {largest:.3g}:")
-    A = hcurv.compress(H, tolerance=1e-2, leaf_size=64, positive_definite=True, damping=damping)
-    start = time.perf_counter()
+EXAMPLE = (
+    "H = hcurv.GaussNewton(model, loss, inputs)",
+    "A = hcurv.compress(H, tolerance=1e-2, positive_definite=True, damping=1e-3)",
+    "F = A.factorize(1e-3)",
+    "step = F.solve(H.gradient(labels))",
+    "print(A.compression_rate, A.estimated_error, float(F.logdet()), float(step.norm()))",
+)
+
+
+def show_truth(H: hcurv.GaussNewton) -> None:
+    """The same against dense linear algebra in double precision."""
+    damping = 1e-3
+    A = hcurv.compress(H, tolerance=1e-2, positive_definite=True, damping=damping)
     F = A.factorize(damping)
-    seconds = time.perf_counter() - start
-    right = torch.randn(size, 16, generator=torch.Generator().manual_seed(2))
-    solve = timed(lambda: F.solve(right))
-    dense = H.to_dense().double() + damping * torch.eye(size, dtype=torch.float64)
-    start = time.perf_counter()
-    factor = torch.linalg.cholesky(dense)
-    dense_seconds = time.perf_counter() - start
+    exact = H.to_dense().double()
+    error = (A.to_dense() - exact).norm() / exact.norm()
+    factor = torch.linalg.cholesky(exact + damping * torch.eye(len(exact), dtype=torch.float64))
     logdet = 2 * factor.diagonal().log().sum()
-    print(f"factorize {seconds:.2f} s (dense, float64: {dense_seconds:.2f} s), 16 solves", end=" ")
-    print(f"{solve * 1e3:.1f} ms, log-determinant {F.logdet():.2f} (exact: {logdet:.2f})")
     inverse = torch.cholesky_inverse(factor).diagonal()
-    error = (F.inverse_diagonal() - inverse).norm() / inverse.norm()
-    print(f"variances, the diagonal of the inverse, to {error:.1e} of the exact ones")
-    plain = hcurv.cg(H, right, damping=damping, tolerance=1e-5)
-    better = hcurv.cg(H, right, damping=damping, tolerance=1e-5, preconditioner=F)
+    variances = (F.inverse_diagonal() - inverse).norm() / inverse.norm()
     print(
-        f"conjugate gradients on the exact H to 1e-5: {int(plain.num_iterations.max())} iterations,"
-        f" with the factorization {int(better.num_iterations.max())}\n"
+        f"Checked with the dense matrix: relative error {error:.1e}, log-determinant {logdet:.2f}"
+        f" ({F.logdet():.2f} by F),\nvariances, the diagonal of the inverse, to {variances:.1e}."
     )
+    print()
 
 
 def main(folder: Path) -> None:
-    """Run the demonstration and save its pictures in ``folder``."""
+    """Run the demonstration; report and pictures go to ``folder``."""
     inputs, labels = digits()
     model = train(inputs, labels)
     accuracy = (model(inputs).argmax(1) == labels).float().mean()
     sizes = "-".join(map(str, SIZES))
     print(f"A classifier {sizes} on {len(inputs)} digits: {accuracy:.1%} of them right.\n")
+    H = show_example(model, inputs, labels)
+    show_truth(H)
+    show_entries(H, model, inputs)
 
-    start = time.perf_counter()
-    H = hcurv.GaussNewton(model, nn.CrossEntropyLoss(), inputs)
-    seconds = time.perf_counter() - start
+    print("All methods with the same storage (hcurv.compare):")
+    comparison = hcurv.compare(model, nn.CrossEntropyLoss(), inputs)
+    print(f"{comparison}\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    comparison.save_report(folder / "report.html")
+    for path in (folder / "report.html", *save_pictures(model, H, folder)):
+        print(f"wrote {path}")
+
+
+def show_entries(H: hcurv.GaussNewton, model: nn.Sequential, inputs: Tensor) -> None:
+    """Some of H, and what an entry costs."""
     size = H.shape[0]
     dense = format_bytes(4 * size**2)
-    print(f"H is {size} x {size} ({dense} if it were dense); the precomputation took", end=" ")
-    print(f"{seconds:.2f} s and {format_bytes(H.nbytes)}.\n")
-
-    print(f"H[100, 76]       = {H[100, 76]:+.4e}")
+    print(f"H is {size} x {size} ({dense} if it were dense), kept in {format_bytes(H.nbytes)}.")
     print(f"H[[100, 141], 74:78] =\n{H[[100, 141], 74:78]}")
     curvature = H.diagonal()
-    print(f"trace(H)         = {curvature.sum():.4f}")
-    print(f"rows that are zero (black pixels, dead units): {(curvature == 0).float().mean():.1%}\n")
-
+    print(f"trace(H) = {curvature.sum():.4f}, rows that are zero (black pixels, dead", end=" ")
+    print(f"units): {(curvature == 0).float().mean():.1%}")
     product = matrix_free_product(model, inputs)
     vector = torch.randn(size, generator=torch.Generator().manual_seed(0))
     expected = product(vector)
@@ -199,21 +181,10 @@ def main(folder: Path) -> None:
     rows, cols = torch.randint(0, size, (2, 50_000), generator=torch.Generator().manual_seed(1))
     entry = timed(lambda: H.pairs(rows, cols)) / rows.numel()
     whole = timed(H.to_dense, 1)
-    print(
-        f"one entry:    {entry * 1e6:9.2f} µs, by a product per column {column * 1e6:9.0f} µs:",
-        end="",
-    )
-    print(f" {column / entry:,.0f} times faster")
-    print(f"all of H:     {whole:9.3f} s,  by {size} products {size * column:12.2f} s:", end="")
-    print(f"  {size * column / whole:,.0f} times faster\n")
-
-    A = show_compression(H)
-    show_solves(H)
-    paths = save_pictures(model, H, folder)
-    paths.append(folder / "compressed.png")
-    A.plot().savefig(paths[-1], dpi=120)
-    for path in paths:
-        print(f"wrote {path}")
+    print(f"One entry: {entry * 1e6:.2f} µs; a product per column {column * 1e6:.0f} µs:", end=" ")
+    print(f"{column / entry:,.0f} times faster.")
+    print(f"All of H: {whole:.3f} s; by {size} products {size * column:.2f} s:", end=" ")
+    print(f"{size * column / whole:,.0f} times faster.\n")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from hcurv.experiments.cache import replacing
+from hcurv.files import replacing
 
 __all__ = ["DownloadError", "download"]
 
@@ -33,6 +33,7 @@ def download(address: str, path: Path, check: Callable[[Path], object]) -> None:
         ValueError: what came did not pass the check.
     """
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:
             with (
                 urllib.request.urlopen(address, timeout=_TIMEOUT) as answer,

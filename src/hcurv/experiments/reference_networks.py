@@ -22,7 +22,14 @@ from hcurv.experiments.cache import cache_directory
 from hcurv.experiments.weights import load_weights, save_weights
 from hcurv.losses import HalfSquaredError, Loss
 
-__all__ = ["REFERENCE_NETWORKS", "ReferenceNetwork", "TrainedNetwork", "build_mlp", "train"]
+__all__ = [
+    "REFERENCE_NETWORKS",
+    "ReferenceNetwork",
+    "TrainedNetwork",
+    "build_mlp",
+    "seeded_mlp",
+    "train",
+]
 
 BATCH_SIZE = 128
 _SEED = 0
@@ -94,6 +101,18 @@ def build_mlp(
     return nn.Sequential(*modules, *([] if output is None else [output]))
 
 
+def seeded_mlp(
+    sizes: tuple[int, ...],
+    seed: int = 0,
+    activation: type[nn.Module] = nn.ReLU,
+    output: nn.Module | None = None,
+) -> nn.Sequential:
+    """The same with PyTorch's default initialisation from a seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return build_mlp(sizes, activation, output)
+
+
 def train(
     recipe: ReferenceNetwork, data: str | Path | None = None, cache: bool = True
 ) -> TrainedNetwork:
@@ -110,12 +129,10 @@ def train(
     inputs, labels = _read_data(recipe, data)
     is_classifier = recipe.kind == "classifier"
     targets = labels if is_classifier else inputs
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(_SEED)
-        if is_classifier:
-            model = build_mlp(recipe.sizes, nn.ReLU)
-        else:
-            model = build_mlp(recipe.sizes, nn.Softplus, nn.Sigmoid())
+    if is_classifier:
+        model = seeded_mlp(recipe.sizes, _SEED)
+    else:
+        model = seeded_mlp(recipe.sizes, _SEED, nn.Softplus, nn.Sigmoid())
     if cache:
         description = _describe(recipe, inputs, labels)
         name = hashlib.sha256(description.encode()).hexdigest()

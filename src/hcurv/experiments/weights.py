@@ -10,7 +10,7 @@ from types import ModuleType
 
 from torch import Tensor, nn
 
-from hcurv.experiments.cache import replacing
+from hcurv.files import replacing
 
 __all__ = ["load_weights", "save_weights"]
 
@@ -32,6 +32,7 @@ def save_weights(model: nn.Module, path: Path, description: str) -> None:
     weights = model.state_dict()
     metadata = {"description": description, "checksum": _checksum(weights)}
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:
             temporary.write_bytes(library.save(weights, metadata))
     except OSError as error:

@@ -45,7 +45,7 @@ _PRESETS = {
     "low": _Settings(leaf_size=128, max_rank=128, tolerance=5e-2),
     "high": _Settings(leaf_size=1024, max_rank=1024, tolerance=5e-4),
 }
-_FINEST = 1e-7  # tolerance where storage is what is asked for
+_FINEST = 10  # times machine epsilon: tolerance where storage alone is asked for
 _FITS, _MOST_FITS = 2, 12  # builds to make better use of max_storage, or to fit into it at all
 _AIM, _WELL_USED = 0.97, 0.9  # shares of max_storage to aim at, and to be content with
 _WARN_BEYOND = 1.5  # times the tolerance, where a cap is to blame ...
@@ -116,8 +116,6 @@ def compress(
         >>> A = hcurv.compress(H, tolerance=1e-2)
         >>> A @ v, A.compression_rate, A.estimated_error
     """
-    if max_storage is not None and accuracy is None and tolerance is None:
-        tolerance = _FINEST
     settings = _settle(accuracy, tolerance, leaf_size, max_rank)
     if method not in ("auto", "sketch", "neighbors"):
         raise ValueError(f'method must be "auto", "sketch" or "neighbors"; got {method!r}')
@@ -144,6 +142,8 @@ def compress(
         )
     with torch.no_grad():
         matrix = as_source(source)
+        if max_storage is not None and accuracy is None and tolerance is None:
+            settings = replace(settings, tolerance=_FINEST * torch.finfo(matrix.dtype).eps)
         if method == "auto":
             method = "sketch" if has_product(matrix) else "neighbors"
         if method == "sketch" and not has_product(matrix):
@@ -233,7 +233,8 @@ def _compress(source: EntrySource, options: _Options) -> HMatrix:
     _require_memory(source, int((diagonal > 0).sum()), options.settings, options.method)
     start = time.perf_counter()
     prepared = _prepare(source, diagonal, options)
-    seconds = {"planning": time.perf_counter() - start}
+    seconds = {"planning": time.perf_counter() - start, **prepared.seconds}
+    seconds["planning"] -= sum(prepared.seconds.values())
     part = prepared.global_part
     rest = source if part is None else Remainder(source, part, diagonal)
     tolerance = options.settings.tolerance if prepared.plan is None else prepared.plan.tolerance
@@ -283,7 +284,7 @@ def _build(
     settings, diagonal = options.settings, rest.diagonal()
     interactions = near_leaves(rest, tree, diagonal, options.near_budget, options.distance, seed)
     cap = settings.max_rank if settings.max_rank is not None else tree.num_kept
-    own = tolerance / max(prepared.share, _FINEST)  # relative to the rest
+    own = tolerance / max(prepared.share, torch.finfo(rest.dtype).eps)  # relative to the rest
     builder = Builder(rest, tree, interactions, own, cap, options.progress)
     builder.seconds.update(seconds)
     sampler: Sampler

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -55,6 +55,7 @@ class Prepared:
         sketch: random vectors and their products with what the global part leaves, in the order
             of the tree, as `random_products` gives them; None if there is no tree.
         share: norm of what the global part leaves, over that of the matrix.
+        seconds: what samples and global part have taken, which are used by the build.
     """
 
     plan: Plan | None
@@ -63,6 +64,7 @@ class Prepared:
     global_part: GlobalPart | None
     sketch: tuple[Tensor, Tensor] | None
     share: float
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 def prepare(
@@ -307,7 +309,7 @@ class _Planner:
         share = known.left(chosen.global_rank)
         if chosen.leaf_size == 0:
             empty = ClusterTree(self._source.shape[0], known.rows[:0], 0, "none")
-            return Prepared(plan, empty, 0, part, None, share)
+            return Prepared(plan, empty, 0, part, None, share, known.seconds)
         tree = self._trees[chosen.ordering]
         scores = {}
         if plan is not None and len(self._trees) > 1:
@@ -326,4 +328,4 @@ class _Planner:
         places = self._places[tree.permutation]
         places = torch.cat([places, places.new_full((1,), self._num_rows)])
         sketch = (inputs.index_select(0, places), outputs.index_select(0, places))
-        return Prepared(plan, tree, chosen.leaf_size, part, sketch, share)
+        return Prepared(plan, tree, chosen.leaf_size, part, sketch, share, known.seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ class SampledMatrix:
             with.
         sketch: others, to make the global part of.
         factor: V of the global part, (rows, g), orthogonal columns in the order of eigenvalues.
+        seconds: what samples and global parts have taken.
     """
 
     def __init__(self, source: EntrySource, rows: Tensor, seed: int) -> None:
@@ -40,6 +42,7 @@ class SampledMatrix:
         self.sample = self.sketch = (none, none)
         self.factor = none[:-1]
         self._lefts: list[float] | None = None
+        self.seconds = {"samples": 0.0, "global part": 0.0}
 
     @property
     def num_columns(self) -> int:
@@ -53,8 +56,10 @@ class SampledMatrix:
 
     def grow_sample(self, num_columns: int) -> None:
         """Have at least so many columns to estimate with."""
+        start = time.perf_counter()
         self.sample = self._draw(self.sample, num_columns)
         self._lefts = None
+        self.seconds["samples"] += time.perf_counter() - start
 
     def make_factor(self, width: int) -> None:
         """A global part, nearly the best of its rank, from a sketch of ``width`` columns.
@@ -62,6 +67,7 @@ class SampledMatrix:
         A basis of HΩ is multiplied by H once more: from the products follow eigenvalues and
         eigenvectors (Nyström), and a remainder that is positive semi-definite.
         """
+        begin = time.perf_counter()
         self._require_memory(4 * width, f"a global part from a sketch of {width} columns")
         self.sketch = self._draw(self.sketch, width)
         start = orthonormal(self.sketch[1][:-1, :width], rounds=1)
@@ -70,6 +76,7 @@ class SampledMatrix:
         values, vectors = nystrom_of_sketch(start, products.index_select(0, self.rows))
         self.factor = vectors * values.sqrt()
         self._lefts = None
+        self.seconds["global part"] += time.perf_counter() - begin
 
     def left(self, rank: int) -> float:
         """‖H − VVᵀ‖_F/‖H‖_F, V with ``rank`` columns; 1 for a matrix of zeros."""

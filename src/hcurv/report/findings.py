@@ -110,9 +110,7 @@ def _curves(
         low_rank = LowRank(details.matrix, rank, seed=details.seed) if rank else None
         for name, operator in (("hierarchical", smaller), ("low rank", low_rank)):
             if operator is not None:
-                error = operator.relative_error(
-                    details.matrix, details.num_probes, details.probe_seed
-                )
+                error = operator.relative_error(details.matrix, details.num_probes, details.seed)
                 result[name].append((operator.compression_rate, error))
     return result
 

@@ -1,17 +1,22 @@
-"""Timing and memory for the benchmarks: best of several repeats, ratios within one run."""
+"""Time, memory and the machine: best of several repeats, peaks beyond what was there before."""
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import platform
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-__all__ = ["best_time", "describe_machine", "parse_data_argument", "peak_extra_bytes", "sgemm_rate"]
+__all__ = [
+    "best_time",
+    "dense_product_seconds",
+    "describe_machine",
+    "peak_extra_bytes",
+    "sgemm_rate",
+]
 
 
 def best_time(function: Callable[[], object], repeats: int = 5, budget: float = 20.0) -> float:
@@ -30,6 +35,12 @@ def sgemm_rate(size: int = 4096) -> float:
     """Flops per second of a large float32 matrix product."""
     left, right = torch.randn(size, size), torch.randn(size, size)
     return 2 * size**3 / best_time(lambda: left @ right, repeats=15)
+
+
+def dense_product_seconds(size: int, num_columns: int = 128) -> float:
+    """Of a dense float32 matrix of some size with some columns: the unit of other times."""
+    dense, columns = torch.randn(size, size), torch.randn(size, num_columns)
+    return best_time(lambda: dense @ columns, 7)
 
 
 def peak_extra_bytes(function: Callable[[], object]) -> int:
@@ -60,15 +71,3 @@ def describe_machine() -> str:
         f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__},"
         f" Python {platform.python_version()}"
     )
-
-
-def parse_data_argument(description: str | None, parts: Collection[str] = ()) -> argparse.Namespace:
-    """Command line: where the data lie, and which parts to run (default: all)."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument(
-        "--data",
-        help="folder with mnist/ and cifar10/ (default: $HCURV_DATA, the cache, a download)",
-    )
-    if parts:
-        parser.add_argument("parts", nargs="*", choices=[*parts, []], help="default: all")
-    return parser.parse_args()

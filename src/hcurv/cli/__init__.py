@@ -1,0 +1,1 @@
+"""The command line, ``hcurv COMMAND``. Nothing here imports torch before a command needs it."""

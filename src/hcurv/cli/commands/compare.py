@@ -1,0 +1,99 @@
+"""``hcurv compare``: all methods on one network."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hcurv.cli import options
+from hcurv.cli.output import check_out, print_document, print_json, print_table, shows_progress
+
+if TYPE_CHECKING:
+    from hcurv.comparison import ComparedMethod
+
+__all__ = ["EXAMPLES", "compare"]
+
+EXAMPLES = (
+    "hcurv compare W.safetensors --data X.npz --activation relu --loss cross-entropy"
+    " --storage 0.02 --report report.html",
+    "hcurv compare W.safetensors --data digits --activation relu --loss cross-entropy --json",
+)
+
+
+def compare(
+    weights: options.Weights = None,
+    *,
+    data: options.Data,
+    loss: options.Loss,
+    activation: options.Activation = None,
+    output_activation: options.OutputActivation = None,
+    model: options.Factory = None,
+    dtype: options.Dtype = None,
+    data_dir: options.DataFolder = None,
+    num_points: options.NumPoints = None,
+    storage: Annotated[float, typer.Option(help="Budget, stored floats over N².")] = 0.02,
+    damping: Annotated[
+        float | None,
+        typer.Option(help="Of all solves; 1e-3 of the largest eigenvalue by default."),
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Write an HTML page with figures.")] = None,
+    seed: options.Seed = 0,
+    progress: options.Progress = None,
+    as_json: options.Json = False,
+) -> None:
+    """Compare with low rank, K-FAC and diagonals.
+
+    All of them on the same network and at one storage budget.
+    """
+    given = options.Given(
+        weights,
+        model,
+        activation,
+        output_activation,
+        dtype,
+        loss,
+        data,
+        data_dir,
+        num_points,
+    )
+    target = check_out(report, *given.files)
+    if target is not None and find_spec("matplotlib") is None:
+        raise ImportError("reports need matplotlib: pip install 'hcurv[plots]'")
+    from hcurv.cli.problem import read_problem
+    from hcurv.comparison import compare as compare_methods
+
+    problem = read_problem(given)
+    found = compare_methods(
+        problem.model,
+        problem.loss,
+        problem.data,
+        storage=storage,
+        damping=damping,
+        seed=seed,
+        progress=shows_progress(progress),
+    )
+    if target is not None:
+        found.save_report(target)
+    document = {**found.to_dict(), "report": target}
+    if as_json:
+        print_json(document)
+        return
+    columns = ("method", "error", "storage", "build", "product", "residual", "iterations", "")
+    print_table(columns, [_row(method) for method in found.methods])
+    print_document({name: v for name, v in document.items() if name != "methods"}, as_json)
+
+
+def _row(method: ComparedMethod) -> tuple[str, ...]:
+    return (
+        method.name,
+        f"{method.error:.1e}",
+        f"{method.storage:.3%}",
+        f"{method.build_seconds:.2f} s",
+        f"{1e3 * method.product_seconds:.1f} ms",
+        "–" if method.solve_residual is None else f"{method.solve_residual:.1e}",
+        "–" if method.num_iterations is None else str(method.num_iterations),
+        method.settings,
+    )

@@ -1,0 +1,119 @@
+"""Saved matrices and factorizations in plain numbers, and in words."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hcurv.hierarchical import Factorization, HMatrix, load
+from hcurv.memory import format_bytes
+
+__all__ = ["describe", "facts_of", "load_matrix", "rank_rows"]
+
+
+def load_matrix(path: Path) -> HMatrix:
+    """Read a compressed matrix.
+
+    Raises:
+        FileNotFoundError, FileFormatError: there is none.
+        TypeError: it is a factorization.
+    """
+    found = load(path)
+    if not isinstance(found, HMatrix):
+        raise TypeError(f"{path} is a factorization: the compressed matrix itself is needed")
+    return found
+
+
+def describe(stored: HMatrix | Factorization) -> dict[str, Any]:
+    """Everything but the values, as plain numbers and strings."""
+    tree = stored.tree
+    shared = {
+        "kind": type(stored).__name__,
+        "size": stored.shape[0],
+        "dtype": str(stored.dtype).removeprefix("torch."),
+        "num_stored": stored.num_stored,
+        "nbytes": stored.nbytes,
+        "compression_rate": stored.compression_rate,
+        "num_tree_rows": tree.num_kept,
+        "depth": tree.depth,
+        "ordering": tree.ordering,
+    }
+    if isinstance(stored, Factorization):
+        return {
+            **shared,
+            "damping": stored.damping,
+            "log_determinant": float(stored.logdet()),
+            "num_negative": stored.num_negative,
+        }
+    record = asdict(stored.record)
+    return {
+        **shared,
+        "estimated_error": stored.estimated_error,
+        "global_rank": stored.global_rank,
+        "ranks": [_summary(level, ranks) for level, ranks in enumerate(stored.ranks, start=1)],
+        "plan": record.pop("plan"),
+        "seconds": record.pop("seconds"),
+        "settings": {name: value for name, value in record.items() if name != "estimated_error"},
+    }
+
+
+def _summary(level: int, ranks: Tensor) -> dict[str, float | int]:
+    values = ranks.double()
+    return {
+        "level": level,
+        "nodes": ranks.numel(),
+        "min": int(ranks.min()),
+        "mean": float(values.mean()),
+        "max": int(ranks.max()),
+    }
+
+
+def facts_of(stored: HMatrix | Factorization) -> list[tuple[str, str]]:
+    """The same in words, one fact per line."""
+    size, tree = stored.shape[0], stored.tree
+    dense = format_bytes(size**2 * stored.dtype.itemsize)
+    shape = f"depth {tree.depth}, ordering {tree.ordering}"
+    if isinstance(stored, HMatrix):
+        shape += f", leaves of up to {stored.record.leaf_size} rows"
+    shared = [
+        ("kind", type(stored).__name__),
+        ("N", str(size)),
+        ("type", str(stored.dtype).removeprefix("torch.")),
+        (
+            "stored",
+            f"{stored.compression_rate:.4%} of N², {format_bytes(stored.nbytes)} (dense: {dense})",
+        ),
+        ("tree", f"{tree.num_kept} rows, {shape}" if tree.num_kept else "none"),
+    ]
+    if isinstance(stored, Factorization):
+        return [
+            *shared,
+            ("damping", f"{stored.damping:.6g}"),
+            ("log-determinant", f"{float(stored.logdet()):.10g}"),
+            ("negative", f"{stored.num_negative} eigenvalues"),
+        ]
+    record = stored.record
+    definite = "not made so" if record.damping is None else f"with damping {record.damping:.6g}"
+    return [
+        *shared,
+        ("global rank", str(stored.global_rank)),
+        ("error", f"{stored.estimated_error:.2e} estimated, {record.tolerance:.2e} asked for"),
+        ("positive definite", definite),
+        (
+            "settings",
+            f"method {record.method}, seed {record.seed}, max rank"
+            f" {'unlimited' if record.max_rank is None else record.max_rank}",
+        ),
+    ]
+
+
+def rank_rows(matrix: HMatrix) -> list[tuple[str, ...]]:
+    """Level, nodes, and smallest, mean and largest rank, for a table."""
+    rows = [_summary(level, ranks) for level, ranks in enumerate(matrix.ranks, start=1)]
+    return [
+        (str(r["level"]), str(r["nodes"]), str(r["min"]), f"{r['mean']:.1f}", str(r["max"]))
+        for r in rows
+    ]

@@ -1,0 +1,157 @@
+"""Table 7 of the paper: compression of sampled entries, on whole training sets."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hcurv.experiments.tables.compression import compress_quietly
+from hcurv.experiments.tables.table import (
+    COLOURS,
+    Measured,
+    Rendered,
+    Settings,
+    Table,
+    Values,
+    gauss_newton,
+    scientific,
+    share,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["TABLE"]
+
+_COUNTS = (10, 100, 1_000, 10_000)
+_PAPER = {
+    ("AE (a)", "low"): (2.8e-1, 1.3e-1, 1.4e-1, 6.1e-2),
+    ("AE (a)", "high"): (2.2e-2, 9.5e-3, 2.7e-3, 9.6e-4),
+    ("classifier (b)", "low"): (9.7e-1, 5.3e-1, 4.1e-1, 4.3e-1),
+    ("classifier (b)", "high"): (9.7e-1, 3.6e-1, 1.9e-1, 7.3e-2),
+}
+_NUM_POINTS = {"AE (a)": 60_000, "classifier (b)": 50_000}
+_SMALL = 2048  # rows of a matrix whose sampled entries are evaluated all at once
+_ENTRY_COUNTS = _COUNTS[:2]  # beyond, some 10⁷ entries of a thousand samples each take hours
+
+
+def _settings(
+    network: str, num_points: int, way: str, accuracy: str, counts: tuple[int, ...], **options: Any
+) -> Settings:
+    return {
+        "network": network,
+        "num_points": num_points,
+        "way": way,
+        "accuracy": accuracy,
+        "counts": list(counts),
+        "options": options,
+        "seed": 0,
+        "paper": list(_PAPER.get((network, accuracy), ())),
+    }
+
+
+def rows(quick: bool) -> dict[str, Settings]:
+    """Two networks, two accuracies; one subset for all entries, or the paper's way."""
+    if quick:
+        options = {"leaf_size": 32, "tolerance": 2e-2}
+        return {
+            f"{network} {way}": _settings(network, 300, way, "low", (10, 100), **options)
+            for network, way in (
+                ("AE (digits)", "subset"),
+                ("AE (digits)", "entries"),
+                ("classifier (digits)", "subset"),
+            )
+        }
+    found = {}
+    for network, num_points in _NUM_POINTS.items():
+        for accuracy in ("low", "high"):
+            found[f"{network} subset {accuracy}"] = _settings(
+                network, num_points, "subset", accuracy, _COUNTS
+            )
+    found["AE (a) entries low"] = _settings("AE (a)", 60_000, "entries", "low", _ENTRY_COUNTS)
+    return found
+
+
+def measure(settings: Settings, data: str | None) -> Values:
+    """Errors against the exact matrix of all points."""
+    matrix = gauss_newton(settings, data)
+    found: Values = {"size": matrix.shape[0], "errors": [], "storage": [], "seconds": []}
+    for count in settings["counts"]:
+        start = time.perf_counter()
+        if settings["way"] == "subset":
+            sampled: Any = matrix.subsample(count, seed=settings["seed"])
+            method = "sketch"
+        else:
+            sampled = matrix.sample_entries(count, "importance", seed=settings["seed"])
+            if matrix.shape[0] <= _SMALL:  # each is a function of its indices: evaluated once
+                everything = torch.arange(matrix.shape[0])
+                sampled = sampled.block(everything, everything)
+            method = "neighbors"
+        result = compress_quietly(
+            sampled,
+            accuracy=settings["accuracy"],
+            method=method,
+            global_rank=0,
+            **settings["options"],
+        )
+        found["seconds"].append(time.perf_counter() - start)
+        found["errors"].append(result.relative_error(matrix))
+        found["storage"].append(result.compression_rate)
+    return found
+
+
+def render(measured: Measured) -> Rendered:
+    """A line for each way, the paper's below it."""
+    counts = max((settings["counts"] for settings, _ in measured), key=len)
+    header = ["network", "accuracy", "way", *(f"c = {count}: ε at %K" for count in counts)]
+    lines = []
+    for settings, values in measured:
+        start = [settings["network"], settings["accuracy"]]
+        pairs = zip(values["errors"], values["storage"], strict=True)
+        cells = [f"{scientific(error)} at {share(storage, 2)}" for error, storage in pairs]
+        lines.append([*start, settings["way"], *cells, *["–"] * (len(counts) - len(cells))])
+        if settings["paper"]:
+            lines.append([*start, "paper", *map(scientific, settings["paper"])])
+    return Rendered(header, lines)
+
+
+def draw(figure: Figure, measured: Measured) -> None:
+    """Errors against the number of samples."""
+    networks = list(dict.fromkeys(settings["network"] for settings, _ in measured))
+    grid = figure.subplots(1, len(networks), squeeze=False)
+    for axes, network in zip(grid[0], networks, strict=True):
+        own = [(s, v) for s, v in measured if s["network"] == network]
+        for number, (settings, values) in enumerate(own):
+            options = {"color": COLOURS[number], "marker": "osD^"[number]}
+            label = f"{settings['way']}, {settings['accuracy']}"
+            axes.loglog(settings["counts"], values["errors"], label=label, **options)
+            if settings["paper"] and settings["way"] == "subset":
+                axes.loglog(
+                    _COUNTS,
+                    settings["paper"],
+                    linestyle="--",
+                    fillstyle="none",
+                    label=f"paper, {settings['accuracy']}",
+                    **options,
+                )
+        axes.set(title=network, xlabel="samples c", ylabel="relative error ε_F")
+        axes.legend(fontsize=7)
+
+
+TABLE = Table(
+    name="sampled-compression",
+    number=7,
+    title="Compression of sampled entries",
+    notes=(
+        "Errors against the exact matrix over the whole training set, trees alone, leaf size and"
+        " rank cap as in the paper. `subset`: `hcurv.compress(H.subsample(c))`, one weighted subset"
+        " of c points for all entries, which is cheap for any c. `entries`: the paper's way,"
+        ' `hcurv.compress(H.sample_entries(c), method="neighbors")`, entries alone.'
+    ),
+    rows=rows,
+    measure=measure,
+    render=render,
+    draw=draw,
+)

@@ -1,0 +1,127 @@
+"""The paper's tables: quick runs of each, resumed runs, and what is written."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hcurv.experiments import reproduce as module
+from hcurv.experiments.reference_networks import REFERENCE_NETWORKS
+from hcurv.experiments.reproduce import TABLES, reproduce
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("results")
+
+
+def cells(path: Path) -> list[list[str]]:
+    lines = [line for line in path.read_text().splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_quick_run(name: str, folder: Path) -> None:
+    path = reproduce(name, folder, quick=True)
+    assert path == folder / f"{name}-quick.md"
+    rows = json.loads((folder / f"{name}-quick.json").read_text())["rows"]
+    assert list(rows) == list(TABLES[name].rows(True))
+    for row in rows.values():
+        assert row["seconds"] > 0
+        assert {"torch", "python", "hcurv"} <= set(row["versions"])
+        assert row["machine"]["threads"] >= 1
+    header, *lines = cells(path)
+    assert lines
+    assert all(len(line) == len(header) for line in lines)
+    text = path.read_text()
+    assert f"hcurv reproduce {name} --quick" in text
+    assert (folder / f"{name}-quick.png").read_bytes().startswith(b"\x89PNG")
+    assert f"({name}-quick.png)" in text
+
+
+def test_quick_values_make_sense(folder: Path) -> None:
+    """Of the files that the runs above have left, or made here."""
+    values: dict[str, list[dict[str, Any]]] = {}
+    for name in TABLES:
+        reproduce(name, folder, quick=True)
+        rows = json.loads((folder / f"{name}-quick.json").read_text())["rows"]
+        values[name] = [row["values"] for row in rows.values()]
+    for row in values["cost-accuracy"]:
+        assert row["tree"]["error"] < 0.1
+        assert row["default"]["error"] < 1.5e-2
+        assert 0 < row["default"]["storage"] < 1
+    for row in values["comparison"]:
+        assert row["hm_storage"] <= 0.05
+        assert row["hm_error"] < row["kfac_exact_error"]
+    sampling = json.loads((folder / "sampling-quick.json").read_text())["rows"]
+    for row in sampling.values():
+        errors = row["values"]["errors"]
+        assert errors[0] > errors[-1] > 0
+    for row in values["sampled-compression"]:
+        assert row["errors"][0] > row["errors"][-1]
+    for row in values["complexity"]:
+        assert all(row[method]["solve"] > 0 for method in ("MF", "RSVD", "K-FAC", "HM"))
+
+
+def test_a_row_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[str] = []
+
+    def measure(settings: dict[str, Any], data: str | None) -> dict[str, Any]:
+        measured.append(settings["network"])
+        if settings["network"] == "AE (digits)" and len(measured) < 3:
+            raise KeyboardInterrupt
+        return {"size": 1, "dense_product_seconds": None, "tree": found, "default": found}
+
+    found = {"storage": 0.1, "error": 0.1, "build_seconds": 1.0, "product_seconds": float("nan")}
+    table = replace(TABLES["cost-accuracy"], measure=measure)
+    monkeypatch.setitem(TABLES, "cost-accuracy", table)
+    with pytest.raises(KeyboardInterrupt):
+        reproduce("cost-accuracy", tmp_path, quick=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["cost-accuracy-quick.json"]
+    reproduced = json.loads((tmp_path / "cost-accuracy-quick.json").read_text())
+    assert list(reproduced["rows"]) == ["classifier (digits)"]
+    assert reproduced["rows"]["classifier (digits)"]["values"]["tree"]["product_seconds"] is None
+    monkeypatch.setattr(module, "_markdown", lambda *_: "")
+    reproduce("cost-accuracy", tmp_path, quick=True)
+    reproduce("cost-accuracy", tmp_path, quick=True)
+    assert measured == ["classifier (digits)", "AE (digits)", "AE (digits)"]
+
+
+def test_other_settings_are_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reproduce("comparison", tmp_path, quick=True)
+    path = tmp_path / "comparison-quick.json"
+    content = json.loads(path.read_text())
+    content["rows"]["AE (digits)"]["settings"]["num_points"] = 7
+    content["rows"]["AE (digits)"]["values"]["hm_error"] = 123.0
+    path.write_text(json.dumps(content))
+    reproduce("comparison", tmp_path, quick=True)
+    assert json.loads(path.read_text())["rows"]["AE (digits)"]["values"]["hm_error"] < 1
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"format": 1}', '{"format": 9, "rows": {}}'])
+def test_foreign_results_are_left_alone(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "memory-quick.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match="holds no results of table 'memory': move it away"):
+        reproduce("memory", tmp_path, quick=True)
+    assert path.read_text() == content
+
+
+def test_unknown_table(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no table 'memories': choose one of cost-accuracy"):
+        reproduce("memories", tmp_path)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_full_settings(name: str) -> None:
+    settings = TABLES[name].rows(False)
+    assert json.loads(json.dumps(settings)) == settings
+    for row in settings.values():
+        if "network" in row:
+            assert row["network"] in REFERENCE_NETWORKS
+            assert not re.search("digits", row["network"])
