@@ -27,7 +27,7 @@ from hcurv.hierarchical import build
 from hcurv.hierarchical.error_budget import ErrorBudget
 
 BLACK, BLUE, RED, GREEN, SKY = "#000000", "#0072B2", "#D55E00", "#009E73", "#56B4E9"
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.titlesize": 10,
     "axes.spines.top": False,
