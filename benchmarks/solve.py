@@ -117,7 +117,7 @@ def timed(function: Callable[..., Any], *arguments: Any, **options: Any) -> tupl
 
 
 def methods(matrix: hcurv.GaussNewton, model: nn.Module) -> Iterator[Method]:
-    """All preconditioners, from the float32 matrix."""
+    """Plain, and our preconditioners, from the float32 matrix."""
     yield Method("none", lambda damping: (None, 0.0))
     default = hcurv.compress(matrix, tolerance=DEFAULT_TOLERANCE)
     yield Method("ours, default", lambda damping: timed(lambda: default_factors(matrix, damping)))
@@ -132,6 +132,10 @@ def methods(matrix: hcurv.GaussNewton, model: nn.Module) -> Iterator[Method]:
     for setting in ("low", "high"):
         plain, build = timed(compress, matrix, accuracy=setting)
         yield Method(f"ours, {setting}", partial(definite_factors, plain, build))
+
+
+def jacobi_methods(matrix: hcurv.GaussNewton, model: nn.Module) -> Iterator[Method]:
+    """Preconditioners that need nothing from us but entries."""
     yield Method("Jacobi", lambda damping: timed(lambda: matrix.diagonal() + damping))
     layers = layer_slices(model)
     most = max(part.stop - part.start for part in layers)
@@ -195,7 +199,10 @@ class BlockJacobi:
 
 
 def conjugate_gradients(
-    data: str | None, only: list[str] | None = None, num_points: int = 1000
+    data: str | None,
+    only: list[str] | None = None,
+    num_points: int = 1000,
+    make_methods: Callable[..., Iterator[Method]] = methods,
 ) -> None:
     """Iterations and time to 1e-6 for every preconditioner."""
     print(
@@ -221,7 +228,7 @@ def conjugate_gradients(
             dtype=torch.float64,
             generator=torch.Generator().manual_seed(0),
         )
-        for method in methods(single, trained.model):
+        for method in make_methods(single, trained.model):
             cells = []
             for power in powers:
                 damping = 10.0**-power * largest
@@ -243,6 +250,11 @@ def conjugate_gradients(
 def conjugate_gradients_large(data: str | None, only: list[str] | None = None) -> None:
     """The same over 10,000 points."""
     conjugate_gradients(data, only, 10_000)
+
+
+def conjugate_gradients_jacobi(data: str | None, only: list[str] | None = None) -> None:
+    """The same with Jacobi's preconditioner, by entries and by layers."""
+    conjugate_gradients(data, only, make_methods=jacobi_methods)
 
 
 def growth(data: str | None, only: list[str] | None = None) -> None:
@@ -302,6 +314,7 @@ PARTS = {
     "factor": factor,
     "definite": definite,
     "cg": conjugate_gradients,
+    "cg-jacobi": conjugate_gradients_jacobi,
     "cg-10000": conjugate_gradients_large,
     "growth": growth,
 }
