@@ -5,7 +5,7 @@ BENCH ?= entries
 PARTS ?=
 DATA ?= $(HCURV_DATA)
 
-.PHONY: setup demo test lint unit test-plans bench clean
+.PHONY: setup demo test lint docs unit test-plans bench clean
 
 setup: .venv/installed
 
@@ -17,13 +17,17 @@ setup: .venv/installed
 demo: setup
 	$(BIN)/python -m hcurv.experiments.demo demo
 
-test: lint unit
+test: lint docs unit
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+# The first variable silences an advertisement of the theme's, the second one of mkdocs' successor.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 unit: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
@@ -38,4 +42,4 @@ bench: setup
 	$(BIN)/python benchmarks/$(BENCH).py $(PARTS) $(if $(DATA),--data $(DATA))
 
 clean:
-	rm -rf .venv demo
+	rm -rf .venv demo site

@@ -52,7 +52,7 @@ class GaussNewton(SymmetricOperator):
         InsufficientMemoryError: the factors would not fit into free memory.
         TypeError, ValueError: model, loss or data are unfit, with what to do about it.
 
-    Example:
+    Examples:
         >>> H = hcurv.GaussNewton(model, torch.nn.CrossEntropyLoss(), inputs)
         >>> H[3, 17], H[:10, [0, 5, 9]], H.diagonal(), H @ v
     """

@@ -112,7 +112,7 @@ def compress(
     Warns:
         CompressionWarning: the estimated error is well above the tolerance, with a remedy.
 
-    Example:
+    Examples:
         >>> A = hcurv.compress(H, tolerance=1e-2)
         >>> A @ v, A.compression_rate, A.estimated_error
     """

@@ -240,7 +240,7 @@ class HMatrix(SymmetricOperator):
         Warns:
             NearFieldWarning: A has a near field, and is compressed to HSS form for this.
 
-        Example:
+        Examples:
             >>> F = A.factorize(damping=1e-3)
             >>> F.solve(b), F.logdet(), F.sample(10), F.inverse_diagonal()
         """
