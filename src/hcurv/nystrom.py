@@ -47,10 +47,12 @@ def _whitening(gram: Tensor) -> Tensor:
     sizes = factor.diagonal().square()
     if gram.shape[0] and not bool(failed) and bool(sizes.min() > _SAFE * sizes.max()):
         identity = torch.eye(gram.shape[0], dtype=gram.dtype, device=gram.device)
-        return torch.linalg.solve_triangular(factor.T, identity, upper=True)
+        inverse: Tensor = torch.linalg.solve_triangular(factor.T, identity, upper=True)
+        return inverse
     values, vectors = torch.linalg.eigh(gram)
     keep = values > _DEPENDENT * values[-1:]
-    return vectors[:, keep] * values[keep].rsqrt()
+    mixing: Tensor = vectors[:, keep] * values[keep].rsqrt()
+    return mixing
 
 
 def double_gram(left: Tensor, right: Tensor) -> Tensor:

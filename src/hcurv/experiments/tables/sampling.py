@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hcurv.experiments.tables.table import (
     COLOURS,
@@ -36,18 +36,17 @@ _FULL = {"AE (a)": (60_000, 60_000), "classifier (b)": (50_000, 4_000)}
 
 def rows(quick: bool) -> dict[str, Settings]:
     """Two networks, four schemes."""
-    networks = _FULL
-    counts = _COUNTS
+    networks, counts = _FULL, list(_COUNTS)
     if quick:
         networks = {"AE (digits)": (1797, 4_000), "classifier (digits)": (1797, 1_000)}
-        counts = _COUNTS[:3]
+        counts = counts[:3]
     return {
         f"{network} {scheme}": {
             "network": network,
             "num_points": num_points,
             "num_pairs": num_pairs,
             "scheme": scheme,
-            "counts": list(counts),
+            "counts": counts,
             "seed": 0,
             "paper": list(_PAPER.get((network, scheme), ())),
         }
@@ -62,7 +61,7 @@ def measure(settings: Settings, data: str | None) -> Values:
     errors, uncertain = [], []
     for count in settings["counts"]:
         if settings["scheme"] == "subset":
-            sampled = matrix.subsample(count, seed=settings["seed"])
+            sampled: Any = matrix.subsample(count, seed=settings["seed"])
         else:
             sampled = matrix.sample_entries(count, settings["scheme"], seed=settings["seed"])
         found = sampling_error(sampled, matrix, settings["num_pairs"])
