@@ -9,12 +9,15 @@ import torch
 
 import hcurv
 from hcurv.experiments import demo
+from hcurv.experiments.datasets import digits
 
 
 def test_the_demonstration_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "SIZES", (64, 16, 10))
+    images, labels = digits()
+    monkeypatch.setattr(demo, "digits", lambda: (images[:300], labels[:300]))
     demo.main(tmp_path)
     printed = capsys.readouterr().out
     assert "H is 1210 x 1210" in printed

@@ -130,7 +130,7 @@ def test_sampled_entries() -> None:
     operator = CASES["deep autoencoder"].operator()
     dense = operator.to_dense()
     errors = []
-    for count in (4, 400):
+    for count in (4, 200):
         sampled = operator.sample_entries(count, seed=1)
         matrix = compress_tree(sampled, tolerance=5e-2, leaf_size=32)
         assert matrix.record.method == "neighbors"

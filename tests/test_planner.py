@@ -93,7 +93,7 @@ def test_the_choice_is_near_the_best_of_a_grid(name: str, tolerance: float) -> N
     error = chosen.relative_error(dense)
     assert error < 1.1 * tolerance
     best = chosen.num_stored
-    for global_rank in (0, 16, 48, 96, 160):
+    for global_rank in (0, 16, 64, 128):
         for leaf_size in (16, 64):
             other = hcurv.compress(
                 operator,
@@ -110,12 +110,12 @@ def test_the_choice_is_near_the_best_of_a_grid(name: str, tolerance: float) -> N
 def test_storage_is_kept_to_and_made_use_of(name: str) -> None:
     operator = digits_networks()[name]
     errors = []
-    for share in (0.02, 0.05, 0.15):
+    for share in (0.03, 0.12):
         matrix = hcurv.compress(operator, max_storage=share)
         assert matrix.compression_rate <= share
         assert matrix.compression_rate > 0.5 * share
         errors.append(matrix.relative_error(operator))
-    assert errors[0] > 2 * errors[1] > 4 * errors[2]
+    assert errors[0] > 3 * errors[1]
 
 
 def test_storage_and_tolerance_together() -> None:

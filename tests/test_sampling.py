@@ -195,7 +195,7 @@ def test_extreme_counts(scheme: Scheme) -> None:
             sampled = one.operator().sample_entries(num_samples, scheme)
             assert_close(sampled.block(slice(None), slice(None)), exact, 1e3)
     operator = network(7)
-    many = operator.sample_entries(20_000, scheme)
+    many = operator.sample_entries(5_000, scheme)
     assert relative_error(many, operator.to_dense()) < 0.05
     single = operator.sample_entries(1, scheme).block(slice(None), slice(None))
     assert torch.isfinite(single).all()

@@ -57,11 +57,11 @@ def rows(quick: bool) -> dict[str, Settings]:
     if quick:
         options = {"leaf_size": 32, "tolerance": 2e-2}
         return {
-            f"{network} {way}": _settings(network, 100, way, "low", (5, 50), **options)
-            for network, way in (
-                ("AE (digits)", "subset"),
-                ("AE (digits)", "entries"),
-                ("classifier (digits)", "subset"),
+            f"{network} {way}": _settings(network, 100, way, "low", counts, **options)
+            for network, way, counts in (
+                ("AE (digits)", "subset", (5, 50)),
+                ("AE (digits)", "entries", (5,)),
+                ("classifier (digits)", "subset", (5, 50)),
             )
         }
     found = {}
