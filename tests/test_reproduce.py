@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,4 +124,5 @@ def test_full_settings(name: str) -> None:
     for row in settings.values():
         if "network" in row:
             assert row["network"] in REFERENCE_NETWORKS
-            assert not re.search("digits", row["network"])
+            # The whole set, or none of it: part of it is for quick runs.
+            assert "digits" not in row["network"] or row["num_points"] == 1797

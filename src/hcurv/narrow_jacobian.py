@@ -41,6 +41,11 @@ class NarrowJacobian(OutputJacobian):
         return self.factor.shape[1]
 
     @property
+    def normal_rows(self) -> int:
+        """The outputs."""
+        return self.num_rows
+
+    @property
     def gram_cost(self) -> int:
         """One inner product of columns."""
         return self.num_rows

@@ -54,11 +54,17 @@ class UnitParts(Protocol):
     def read(self, units: slice) -> Tensor:
         """u of a range of units; the caller may overwrite it."""
 
-    def add(self, units: slice, target: Tensor) -> None:
-        """Add u of a range of units to ``target``."""
-
     def write(self, units: slice, values: Tensor) -> None:
         """z of a range of units."""
+
+    def tail_inputs(self) -> Tensor:
+        """x of the last layer, as far as its parameters are trainable, (f, b)."""
+
+    def tail_weights(self, units: slice) -> Tensor:
+        """Ŵ of units of the tail, u = Ŵx, (units, f, k)."""
+
+    def write_tail(self, units: slice, sums: Tensor) -> None:
+        """Σ_i zxᵀ of units of the tail, (units, f, k)."""
 
 
 # Below this many right-hand sides elementwise passes over the factors beat batched products.
@@ -93,6 +99,11 @@ class OutputJacobian(ABC):
     @abstractmethod
     def num_rows(self) -> int:
         """q, the number of rows of C_i."""
+
+    @property
+    @abstractmethod
+    def normal_rows(self) -> int:
+        """Numbers per point and column that `apply_normal` holds at a time, but for parts."""
 
     @property
     @abstractmethod

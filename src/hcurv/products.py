@@ -30,13 +30,15 @@ _MIN_POINTS, _MAX_POINTS = 512, 1024
 _MAX_COLUMNS = 256
 # Floats of u and of z that exist at a time; larger temporaries cost fresh memory pages.
 _PART_FLOATS = 2**21
+# Fewer columns: one product for all columns and units rather than one for each unit.
+_FOLDED_COLUMNS = 64
 
 
 def product(factors: LayerFactors, rhs: Tensor, workspace: int) -> Tensor:
     """H @ rhs for rhs of shape (N, k), within ``workspace`` bytes of temporary memory."""
     rhs = rhs.contiguous()
     result = torch.empty_like(rhs)  # written by the first points, added to by the others
-    rows = factors.jacobian.tensors[0].shape[1]
+    rows = factors.jacobian.normal_rows
     num_columns, num_points = _steps(factors, rhs.shape[1], workspace, rows)
     for columns in _ranges(slice(0, rhs.shape[1]), num_columns):
         for points in _point_slices(factors.num_points, num_points):
@@ -127,23 +129,37 @@ class _ProductParts:
         inputs = self._inputs[slot.inputs]
         return _linearised_forward(weight, bias, inputs, units.stop - units.start, self._columns)
 
-    def add(self, units: slice, target: Tensor) -> None:
-        """Add u = Ŵx to ``target``."""
-        slot = self._slots[units.start]
-        weight, bias = _parts(slot, units, self._columns)
-        if weight is None or self.num_columns < FEW_COLUMNS:
-            target += self.read(units)
-            return
-        features = self._inputs[slot.inputs][: weight.shape[1]].T
-        target.baddbmm_(features.expand(weight.shape[0], -1, -1), weight)
-        if bias is not None:
-            target += bias[:, None]
-
     def write(self, units: slice, values: Tensor) -> None:
         """Add zxᵀ to the result."""
         slot = self._slots[units.start]
         inputs = self._inputs[slot.inputs]
         _accumulate(slot, units, inputs, values, self._target, keep=not self._first)
+
+    @property
+    def _tail_slot(self) -> LayerSlot:
+        return self._slots[self.tail[0].start]
+
+    def tail_inputs(self) -> Tensor:
+        """x and ones for the biases, without either where it is not trainable."""
+        slot = self._tail_slot
+        width = slot.layer.in_features
+        first = width if slot.layer.weight_offset is None else 0
+        last = width if slot.layer.bias_offset is None else width + 1
+        return self._inputs[slot.inputs][first:last]
+
+    def tail_weights(self, units: slice) -> Tensor:
+        """Ŵ, the biases last."""
+        weight, bias = _parts(self._tail_slot, units, self._columns)
+        parts = [] if weight is None else [weight]
+        return torch.cat(parts if bias is None else [*parts, bias[:, None]], 1)
+
+    def write_tail(self, units: slice, sums: Tensor) -> None:
+        """Add them to the result."""
+        weight, bias = _parts(self._tail_slot, units, self._target)
+        if weight is not None:
+            _put(weight, sums[:, : weight.shape[1]], keep=not self._first)
+        if bias is not None:
+            _put(bias, sums[:, -1], keep=not self._first)
 
 
 def _ranges(whole: slice, step: int) -> Iterator[slice]:
@@ -233,7 +249,7 @@ def _linearised_forward(
     num_columns = columns.shape[1]
     if weight is None:
         units = inputs.new_zeros(num_units, inputs.shape[1], num_columns)
-    elif num_columns < FEW_COLUMNS:
+    elif num_columns < _FOLDED_COLUMNS:
         features = inputs[: weight.shape[1]]
         rows = weight.permute(2, 0, 1).reshape(-1, weight.shape[1])
         units = (rows @ features).view(num_columns, num_units, -1).permute(1, 2, 0)
@@ -253,14 +269,20 @@ def _accumulate(
     """Add Σ_i values[μ, i, :] x_i[ν] to the layer's part of ``target``, or put it there."""
     weight, bias = _parts(slot, units, target)
     num_units, _, num_columns = values.shape
-    if weight is not None and num_columns < FEW_COLUMNS:
+    if weight is not None and num_columns < _FOLDED_COLUMNS:
         rows = values.permute(2, 0, 1).reshape(num_columns * num_units, -1)
         added = rows @ inputs[: weight.shape[1]].T
         added = added.view(num_columns, num_units, -1).permute(1, 2, 0)
-        weight.copy_(weight + added if keep else added)
+        _put(weight, added, keep)
     elif weight is not None:
         features = inputs[: weight.shape[1]].expand(num_units, -1, -1)
         weight.baddbmm_(features, values, beta=int(keep))
     if bias is not None:
-        added = values.sum(1)
-        bias.copy_(bias + added if keep else added)
+        _put(bias, values.sum(1), keep)
+
+
+def _put(target: Tensor, added: Tensor, keep: bool) -> None:
+    if keep:
+        target += added
+    else:
+        target.copy_(added)

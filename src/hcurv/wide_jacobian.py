@@ -19,6 +19,8 @@ from hcurv.output_jacobian import (
 
 __all__ = ["WideJacobian"]
 
+_CACHE_FLOATS = 2**17  # of z_L at a time
+
 
 @dataclass(frozen=True, kw_only=True)
 class WideJacobian(OutputJacobian):
@@ -49,31 +51,57 @@ class WideJacobian(OutputJacobian):
         return self.head.shape[0]
 
     @property
+    def normal_rows(self) -> int:
+        """s, with the inputs of the last layer."""
+        return 2 * self.head.shape[1] + 1
+
+    @property
     def gram_cost(self) -> int:
         """Nothing: the Gram forms are stored."""
         return 0
 
     def apply_normal(self, parts: UnitParts, points: slice) -> None:
         """With s = Bu: z_L = c²(W_L s + u_L) and z = Bᵀ W_Lᵀ z_L; no q x b x k array is formed."""
-        num_points, num_columns = points.stop - points.start, parts.num_columns
-        reached = self.head.new_zeros(num_points, self.head.shape[1], num_columns)
+        num_points = points.stop - points.start
+        reached = self.head.new_zeros(num_points, self.head.shape[1], parts.num_columns)
         for units in parts.hidden:
             contract(self.interface[units, :, points], parts.read(units), reached)
-        reached = reached.transpose(0, 1).reshape(-1, num_points * num_columns)
-        returned = torch.zeros_like(reached)
-        for units in parts.tail:
-            rows = self._tail_rows(units)
-            head = self.head[rows]
-            through = (head @ reached).view(-1, num_points, num_columns)
-            if self.tail_trainable:
-                parts.add(units, through)
-            through *= self._tail(rows, points).square()[:, :, None]
-            if self.tail_trainable:
-                parts.write(units, through)
-            returned.addmm_(head.T, through.view(head.shape[0], -1))
-        returned = returned.view(-1, num_points, num_columns).transpose(0, 1).contiguous()
+        returned = self._through_tail(parts, points, reached)
         for units in parts.hidden:
             parts.write(units, expand(self.interface[units, :, points], returned))
+
+    def _through_tail(self, parts: UnitParts, points: slice, reached: Tensor) -> Tensor:
+        """W_Lᵀz_L from s, both (b, r, k), writing z_L.
+
+        Column by column and few units at a time, z_L = c² [W_L, Ŵ] [s; x] stays in the cache for
+        the two products that it is needed for: with x, and with W_L.
+        """
+        num_points, width, num_columns = reached.shape
+        inputs = parts.tail_inputs() if self.tail_trainable else self.tail[:0, points]
+        stacked = reached.new_empty(num_columns, width + inputs.shape[0], num_points)
+        stacked[:, :width] = reached.permute(2, 1, 0)
+        stacked[:, width:] = inputs
+        returned = reached.new_zeros(num_columns, width, num_points)
+        step = max(16, _CACHE_FLOATS // num_points // 16 * 16)
+        scratch = reached.new_empty(min(step, self.num_rows), num_points)
+        for start in range(0, self.num_rows, step):
+            rows = slice(start, min(start + step, self.num_rows))
+            units = slice(rows.start + self.num_hidden, rows.stop + self.num_hidden)
+            head, squares = self.head[rows], self.tail[rows, points].square()
+            through = scratch[: head.shape[0]]
+            weights = head.expand(num_columns, -1, -1)
+            if self.tail_trainable:
+                weights = torch.cat([weights, parts.tail_weights(units).permute(2, 0, 1)], 2)
+            backwards = head.T.contiguous()
+            sums = head.new_empty(num_columns, inputs.shape[0], head.shape[0])
+            for column in range(num_columns):
+                torch.mm(weights[column], stacked[column], out=through).mul_(squares)
+                returned[column].addmm_(backwards, through)
+                if self.tail_trainable:
+                    torch.mm(inputs, through.T, out=sums[column])
+            if self.tail_trainable:
+                parts.write_tail(units, sums.permute(2, 1, 0))
+        return returned.permute(2, 1, 0).contiguous()
 
     def forward(self, parts: UnitParts, points: slice) -> Tensor:
         """y = c(W_L s + u_L) with s = Bu."""
