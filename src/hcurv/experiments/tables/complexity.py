@@ -130,8 +130,10 @@ def draw(figure: Figure, measured: Measured) -> None:
                     sizes, series, marker="osD^"[number], color=COLOURS[number], label=method
                 )
             unit = "floats" if quantity == "storage" else "s"
-            axes.set(xlabel=what, ylabel=unit, title=quantity)
-    grid[0, 0].legend()
+            axes.set(xlabel=what, ylabel=unit, title=f"{quantity} against {what}")
+            axes.set_xticks(sizes, labels=[f"{size:,.0f}" for size in sizes], fontsize=8)
+            axes.minorticks_off()
+    grid[1, 1].legend(fontsize=8)
 
 
 TABLE = Table(
