@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -66,11 +68,46 @@ class WideJacobian(OutputJacobian):
         reached = self.head.new_zeros(num_points, self.head.shape[1], parts.num_columns)
         for units in parts.hidden:
             contract(self.interface[units, :, points], parts.read(units), reached)
-        returned = self._through_tail(parts, points, reached)
+        # Multiplications per column: 4·b·q·r of outputs, or 3·r²·(b + q) of sums over points.
+        num_rows, width = self.head.shape
+        even = self._even and 3 * width * (num_points + num_rows) < 4 * num_points * num_rows
+        returned = (self._through_sums if even else self._through_outputs)(parts, points, reached)
         for units in parts.hidden:
             parts.write(units, expand(self.interface[units, :, points], returned))
 
-    def _through_tail(self, parts: UnitParts, points: slice, reached: Tensor) -> Tensor:
+    @cached_property
+    def _even(self) -> bool:
+        """Whether c_i is one number for all outputs, as for squared errors of linear outputs."""
+        return bool((self.tail == self.tail[:1]).all())
+
+    def _through_sums(self, parts: UnitParts, points: slice, reached: Tensor) -> Tensor:
+        """`_through_outputs` where c_i is one number: without any z_L.
+
+        With u_L = Ŵx the sum Σ_i z_L xᵀ is W_L (Σ_i c² s xᵀ) + Ŵ (Σ_i c² x xᵀ), and W_Lᵀz_L is
+        c²(W_LᵀW_L s + (W_LᵀŴ) x): nothing but sums is as wide as the outputs.
+        """
+        squares = self.tail[0, points].square()
+        num_points, width, num_columns = reached.shape
+        returned = _times(self.head.T @ self.head, reached)
+        if self.tail_trainable:
+            inputs = parts.tail_inputs()
+            scaled = inputs * squares
+            gram = scaled @ inputs.T
+            moments = (scaled @ reached.view(num_points, -1)).view(-1, width, num_columns)
+            moments = moments.transpose(0, 1).reshape(width, -1)  # r x fk
+            crossed = torch.zeros_like(moments)
+            step = max(16, _CACHE_FLOATS // (inputs.shape[0] * num_columns))
+            for rows, units in self._tail_ranges(step):
+                head, weights = self.head[rows], parts.tail_weights(units)
+                crossed.addmm_(head.T, weights.view(head.shape[0], -1))
+                sums = _times(gram, weights)
+                sums.view(head.shape[0], -1).addmm_(head, moments)
+                parts.write_tail(units, sums)
+            crossed = crossed.view(width, -1, num_columns).transpose(0, 1)
+            returned.view(num_points, -1).addmm_(inputs.T, crossed.reshape(inputs.shape[0], -1))
+        return returned.mul_(squares[:, None, None])
+
+    def _through_outputs(self, parts: UnitParts, points: slice, reached: Tensor) -> Tensor:
         """W_Lᵀz_L from s, both (b, r, k), writing z_L.
 
         Column by column and few units at a time, z_L = c² [W_L, Ŵ] [s; x] stays in the cache for
@@ -84,9 +121,7 @@ class WideJacobian(OutputJacobian):
         returned = reached.new_zeros(num_columns, width, num_points)
         step = max(16, _CACHE_FLOATS // num_points // 16 * 16)
         scratch = reached.new_empty(min(step, self.num_rows), num_points)
-        for start in range(0, self.num_rows, step):
-            rows = slice(start, min(start + step, self.num_rows))
-            units = slice(rows.start + self.num_hidden, rows.stop + self.num_hidden)
+        for rows, units in self._tail_ranges(step):
             head, squares = self.head[rows], self.tail[rows, points].square()
             through = scratch[: head.shape[0]]
             weights = head.expand(num_columns, -1, -1)
@@ -102,6 +137,12 @@ class WideJacobian(OutputJacobian):
             if self.tail_trainable:
                 parts.write_tail(units, sums.permute(2, 1, 0))
         return returned.permute(2, 1, 0).contiguous()
+
+    def _tail_ranges(self, step: int) -> Iterator[tuple[slice, slice]]:
+        """Rows of outputs, and the units that they are."""
+        for start in range(0, self.num_rows, step):
+            stop = min(start + step, self.num_rows)
+            yield slice(start, stop), slice(start + self.num_hidden, stop + self.num_hidden)
 
     def forward(self, parts: UnitParts, points: slice) -> Tensor:
         """y = c(W_L s + u_L) with s = Bu."""
@@ -184,3 +225,8 @@ class WideJacobian(OutputJacobian):
             gram=self.gram[:, points] * scale.square(),
             tail=self.tail[:, points] * scale,
         )
+
+
+def _times(symmetric: Tensor, values: Tensor) -> Tensor:
+    """symmetric @ values[i] for all i, as one product: (f, f) and (b, f, k) to (b, f, k)."""
+    return (values.transpose(1, 2) @ symmetric).transpose(1, 2).contiguous()

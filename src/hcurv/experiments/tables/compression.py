@@ -98,8 +98,8 @@ def draw_errors(figure: Figure, measured: Measured) -> None:
         axes.loglog(*zip(*line, strict=True), ":", color="gray", linewidth=0.8)
         label = f"{settings['network']} {settings['accuracy']}"
         # To the left of its line, where there is room.
-        place = {"xytext": (-6, -2.5), "textcoords": "offset points", "ha": "right"}
-        axes.annotate(label, line[-1], fontsize=7, color="0.25", **place)
+        place: dict[str, Any] = {"xytext": (-6, -2.5), "textcoords": "offset points"}
+        axes.annotate(label, line[-1], ha="right", fontsize=7, color="0.25", **place)
     axes.margins(x=0.18)
     axes.set(xlabel="stored floats, % of N²", ylabel="relative error ε_F")
     axes.legend()
