@@ -54,6 +54,7 @@ def test_little_workspace_changes_nothing(case: Case, monkeypatch: pytest.Monkey
     monkeypatch.setattr("hcurv.products._PART_FLOATS", 7)
     monkeypatch.setattr("hcurv.products._MIN_POINTS", 2)
     monkeypatch.setattr("hcurv.output_jacobian._CACHE_FLOATS", 5)
+    monkeypatch.setattr("hcurv.wide_jacobian._CACHE_FLOATS", 5)
     monkeypatch.setattr("hcurv.precompute._BATCH_SIZE", 3)
     monkeypatch.setattr("hcurv.gauss_newton.MIN_WORKSPACE", 1)
     check_operator(case.operator(workspace=400), dense(case))
@@ -83,6 +84,32 @@ def test_memory_is_known_before_it_is_taken(case: Case) -> None:
 )
 def test_wide_outputs_are_stored_in_gram_form(name: str, kind: type) -> None:
     assert isinstance(CASES[name].operator().factors.jacobian, kind)
+
+
+@both_dtypes
+@pytest.mark.parametrize("output", [nn.Identity, nn.Sigmoid])
+@pytest.mark.parametrize(
+    "frozen",
+    [(), ("2.weight",), ("2.bias",), ("2.weight", "2.bias"), ("0.weight", "0.bias")],
+    ids=lambda names: " ".join(names) or "none",
+)
+def test_products_through_wide_outputs(
+    frozen: tuple[str, ...],
+    output: type[nn.Module],
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(15, 4), nn.Tanh(), nn.Linear(4, 33), output())
+
+    case = Case(model, nn.MSELoss(), normal(30, 15), normal(30, 33, seed=1), frozen)
+    expected = dense(case)
+    monkeypatch.setattr("hcurv.wide_jacobian._CACHE_FLOATS", 100)  # several ranges of outputs
+    monkeypatch.setattr("hcurv.products._MAX_POINTS", 13)  # and of points
+    operator = case.operator(dtype)
+    for num_columns in (1, 3, 20, 70):
+        columns = normal(expected.shape[0], num_columns, seed=2)
+        assert_close(operator @ columns.to(dtype), expected @ columns)
 
 
 @st.composite
