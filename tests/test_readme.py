@@ -30,7 +30,7 @@ def test_the_two_commands_are_named_and_exist() -> None:
         assert f"\n{target}:" in makefile
 
 
-FIGURES = ("entries", "sampling", "compress", "format", "solve", "baselines")
+FIGURES = ("entries", "compress", "format", "solve", "baselines")
 
 
 @pytest.mark.parametrize("name", [f"{name}.txt" for name in FIGURES])
