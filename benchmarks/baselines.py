@@ -98,25 +98,6 @@ def low_rank(data: str | None) -> None:
             )
 
 
-# Rank or samples over N in %, error of RSVD, error of K-FAC.
-TABLE_4 = {
-    ("AE (a)", "low"): (1.40, 4.3e-1, 1.2e-1),
-    ("AE (a)", "high"): (12.14, 5.1e-3, 7.3e-2),
-    ("AE (b)", "low"): (0.62, 8.4e-1, 1.7e-1),
-    ("AE (b)", "high"): (4.65, 2.3e-1, 3.8e-2),
-    ("AE (c)", "low"): (0.32, 9.1e-1, 1.6e-1),
-    ("AE (c)", "high"): (2.38, 2.1e-1, 4.1e-2),
-    ("classifier (a)", "low"): (1.40, None, None),
-    ("classifier (a)", "high"): (12.14, None, None),
-    ("classifier (b)", "low"): (0.62, None, None),
-    ("classifier (b)", "high"): (4.65, None, None),
-}
-MOST_COLUMNS = 2**29  # floats of a sketch
-
-
-QUANTITIES = ("construction", "storage", "solve")
-
-
 PARTS = {"kfac": kfac, "low-rank": low_rank}
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 __all__ = ["double_gram", "leading", "nystrom", "nystrom_of_sketch", "orthonormal"]
 
 _GRAM_FLOATS = 2**24  # in double precision at a time
+_GRAM_PANEL = 128  # rows of a symmetric one at a time
 _DEPENDENT = 1e-13  # eigenvalues of a Gram matrix, over the largest, that count as zero
 _SAFE = 1e-9  # squared diagonal of its Cholesky factor, over the largest: faster than eigenvectors
 _TALL = 1 / 16  # columns over rows of a Gaussian matrix with singular values within 1 ± 1/4
@@ -35,9 +36,13 @@ def orthonormal(columns: Tensor, rounds: int = 2) -> Tensor:
         basis = basis[:, values > torch.finfo(columns.dtype).eps * values[:1]]
         return basis  # type: ignore[no-any-return]
     for _ in range(rounds):
-        norms = torch.linalg.vector_norm(columns, dim=0)
-        columns = columns[:, norms > 0] / norms[norms > 0]
-        columns = columns @ _whitening(double_gram(columns, columns)).to(columns.dtype)
+        gram = double_gram(columns, columns, symmetric=True)
+        norms = gram.diagonal().sqrt()
+        if not bool(norms.all()):
+            columns, gram = columns[:, norms > 0], gram[norms > 0][:, norms > 0]
+            norms = norms[norms > 0]
+        mixing = _whitening(gram / norms / norms[:, None]) / norms[:, None]
+        columns = columns @ mixing.to(columns.dtype)
     return columns
 
 
@@ -55,14 +60,21 @@ def _whitening(gram: Tensor) -> Tensor:
     return mixing
 
 
-def double_gram(left: Tensor, right: Tensor) -> Tensor:
-    """leftᵀ right in double precision."""
-    result = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float64, device=left.device)
-    step = max(1, _GRAM_FLOATS // max(1, left.shape[1]))
+def double_gram(left: Tensor, right: Tensor, symmetric: bool = False) -> Tensor:
+    """leftᵀ right in double precision; of a symmetric one, only the upper half is computed."""
+    width = left.shape[1]
+    result = torch.zeros(width, right.shape[1], dtype=torch.float64, device=left.device)
+    step = max(1, _GRAM_FLOATS // max(1, width))
     for first, second in zip(left.split(step), right.split(step), strict=True):
-        converted = first.double()
-        result.addmm_(converted.T, converted if left is right else second.double())
-    return result
+        rows = first.double()
+        columns = rows if left is right else second.double()
+        if not symmetric:
+            result.addmm_(rows.T, columns)
+            continue
+        for start in range(0, width, _GRAM_PANEL):
+            part = slice(start, start + _GRAM_PANEL)
+            result[part, start:].addmm_(rows[:, part].T, columns[:, start:])
+    return result.triu_().add_(result.triu(1).T) if symmetric else result
 
 
 def leading(columns: Tensor, mixing: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -75,7 +87,7 @@ def leading(columns: Tensor, mixing: Tensor | None = None) -> tuple[Tensor, Tens
         vectors, singular, _ = torch.linalg.svd(columns, full_matrices=False)
         keep = singular > torch.finfo(columns.dtype).eps * singular[:1]
         return singular[keep].square(), vectors[:, keep]
-    gram = double_gram(columns, columns)
+    gram = double_gram(columns, columns, symmetric=True)
     if mixing is not None:
         gram = mixing.T @ gram @ mixing
     values, rotation = torch.linalg.eigh(gram)
@@ -112,8 +124,7 @@ def nystrom_of_sketch(start: Tensor, sketch: Tensor) -> tuple[Tensor, Tensor]:
     # A small shift makes the core positive definite in floating point; it is taken off again.
     shift = torch.finfo(sketch.dtype).eps * float(torch.linalg.vector_norm(sketch))
     sketch = torch.add(sketch, start, alpha=shift)
-    core = double_gram(start, sketch)
-    values, mixing = torch.linalg.eigh((core + core.T) / 2)
+    values, mixing = torch.linalg.eigh(double_gram(start, sketch, symmetric=True))
     keep = values > 0.25 * shift
     found, vectors = leading(sketch, mixing[:, keep] * values[keep].rsqrt())
     return (found - shift).clamp_(min=0.0).to(sketch.dtype), vectors

@@ -40,8 +40,8 @@ def product(factors: LayerFactors, rhs: Tensor, workspace: int) -> Tensor:
     result = torch.empty_like(rhs)  # written by the first points, added to by the others
     rows = factors.jacobian.normal_rows
     num_columns, num_points = _steps(factors, rhs.shape[1], workspace, rows)
-    for columns in _ranges(slice(0, rhs.shape[1]), num_columns):
-        for points in _point_slices(factors.num_points, num_points):
+    for columns in _even_slices(rhs.shape[1], num_columns):
+        for points in _even_slices(factors.num_points, num_points):
             parts = _ProductParts(factors, rhs[:, columns], result[:, columns], points, workspace)
             factors.jacobian.apply_normal(parts, points)
     return result
@@ -55,8 +55,8 @@ def root_product(factors: LayerFactors, rhs: Tensor, workspace: int) -> Tensor:
     if rhs.shape[1] == 0:
         return result.flatten(0, 1)
     num_columns, num_points = _steps(factors, rhs.shape[1], workspace, rows)
-    for columns in _ranges(slice(0, rhs.shape[1]), num_columns):
-        for points in _point_slices(factors.num_points, num_points):
+    for columns in _even_slices(rhs.shape[1], num_columns):
+        for points in _even_slices(factors.num_points, num_points):
             part = rhs[:, columns]
             parts = _ProductParts(factors, part, part, points, workspace)
             result[points, :, columns] = factors.jacobian.forward(parts, points)
@@ -71,8 +71,8 @@ def root_transposed(factors: LayerFactors, values: Tensor, workspace: int) -> Te
         return result
     rows = factors.jacobian.num_rows
     num_columns, num_points = _steps(factors, outputs.shape[2], workspace, rows)
-    for columns in _ranges(slice(0, outputs.shape[2]), num_columns):
-        for points in _point_slices(factors.num_points, num_points):
+    for columns in _even_slices(outputs.shape[2], num_columns):
+        for points in _even_slices(factors.num_points, num_points):
             part = result[:, columns]
             parts = _ProductParts(factors, part, part, points, workspace)
             factors.jacobian.backward(parts, points, outputs[points, :, columns].contiguous())
@@ -174,7 +174,7 @@ def diagonal(factors: LayerFactors, workspace: int) -> Tensor:
     widest = max(slot.units.stop - slot.units.start for slot in factors.slots)
     per_point = widest * (2 * max(1, jacobian.gram_cost) + 1) + factors.inputs.shape[0]
     step = max(1, workspace // (per_point * result.dtype.itemsize))
-    for points in _point_slices(factors.num_points, step):
+    for points in _even_slices(factors.num_points, step):
         inputs = factors.inputs[:, points].square()
         for slot in factors.slots:
             if slot.units.start >= jacobian.num_hidden:
@@ -203,7 +203,7 @@ def gradient(
     slots = {slot.position - network.first_trainable: slot for slot in factors.slots}
     per_point = 4 * sum(layer.out_features + layer.in_features for layer in layers)
     step = max(1, workspace // (per_point * result.dtype.itemsize))
-    for points in _point_slices(factors.num_points, step):
+    for points in _even_slices(factors.num_points, step):
         inputs = factors.inputs[:, points]
         current = inputs[slots[0].inputs][: layers[0].in_features].T
         slopes = []
@@ -223,10 +223,11 @@ def gradient(
     return result.squeeze(1)
 
 
-def _point_slices(num_points: int, most: int) -> Iterator[slice]:
+def _even_slices(length: int, most: int) -> Iterator[slice]:
     """Slices of nearly equal length, none longer than ``most``."""
-    count = -(-num_points // most)
-    yield from _ranges(slice(0, num_points), -(-num_points // count))
+    if length:
+        count = -(-length // most)
+        yield from _ranges(slice(0, length), -(-length // count))
 
 
 def _parts(slot: LayerSlot, units: slice, flat: Tensor) -> tuple[Tensor | None, Tensor | None]:
