@@ -37,7 +37,7 @@ TOLERANCES = {"AE (a)": 5e-4, "classifier (a)": 2.8e-3}
 NUM_RIGHT_HAND_SIDES = 16
 MAX_ITERATIONS = 600
 DEFAULT_TOLERANCE = 1e-3  # of hcurv.compress, all else chosen by it
-LARGEST_BLOCK = 12_000  # rows of a dense block of block-Jacobi
+LARGEST_BLOCK = 16_000  # rows of a dense block of block-Jacobi
 
 
 def largest_eigenvalue(matrix: hcurv.SymmetricOperator) -> float:
