@@ -1,7 +1,8 @@
-"""The demonstration."""
+"""The demonstration; memory as it is measured."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import hcurv
 from hcurv.experiments import demo
 from hcurv.experiments.datasets import digits
+from hcurv.experiments.measure import peak_extra_bytes
 
 
 def test_the_demonstration_runs(
@@ -40,3 +42,17 @@ def test_the_example_is_what_is_run(
     expected = capsys.readouterr().out
     demo.show_example(scope["model"], inputs, labels)  # type: ignore[arg-type]
     assert expected in capsys.readouterr().out
+
+
+def test_a_measurement_of_memory_sees_those_within_it() -> None:
+    within: list[int] = []
+
+    def measure_two() -> None:
+        for size in (2**26, 2**20):
+            within.append(peak_extra_bytes(partial(torch.ones, size // 4)))
+
+    peak = peak_extra_bytes(measure_two)
+    if peak < 0:
+        pytest.skip("needs /proc/self/clear_refs")
+    assert within[0] >= 2**26 > within[1]
+    assert peak >= 2**26

@@ -43,19 +43,28 @@ def dense_product_seconds(size: int, num_columns: int = 128) -> float:
     return best_time(lambda: dense @ columns, 7)
 
 
+# Of the measurements that are running: resident memory at most before another one, within, began.
+_peaks: list[int] = []
+
+
 def peak_extra_bytes(function: Callable[[], object]) -> int:
     """Peak resident memory while ``function`` runs, beyond what was resident before (Linux)."""
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # else freed memory would hide what is taken
+        _peaks[:] = [max(peak, _status("VmHWM")) for peak in _peaks]
         Path("/proc/self/clear_refs").write_text("5")
         before = _status("VmRSS")
-        result = function()
-        extra = _status("VmHWM") - before
-        del result
-        return extra
     except OSError:
         function()
         return -1
+    _peaks.append(0)
+    try:
+        result = function()
+        extra = max(_peaks[-1], _status("VmHWM")) - before
+        del result
+        return extra
+    finally:
+        _peaks.pop()
 
 
 def _status(field: str) -> int:

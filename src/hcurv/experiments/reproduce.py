@@ -172,7 +172,10 @@ def _markdown(table: Table, stem: str, quick: bool, rows: list[dict[str, Any]]) 
     lines += ["| " + " | ".join(rendered.header) + " |", "|" + "---|" * len(rendered.header)]
     lines += ["| " + " | ".join(cells) + " |" for cells in rendered.rows]
     seconds = sum(row["seconds"] for row in rows)
-    peak = max(row["peak_bytes"] for row in rows)
+    parts = (part for row in rows for part in (row, *row["values"].values()))
+    peak = max(
+        part["peak_bytes"] for part in parts if isinstance(part, dict) and "peak_bytes" in part
+    )
     commits = ", ".join(dict.fromkeys(str(row["commit"]) for row in rows))
     threads = ", ".join(dict.fromkeys(str(row["machine"]["threads"]) for row in rows))
     memory = f", peak memory {format_bytes(peak)}" if peak >= 0 else ""
