@@ -55,4 +55,4 @@ def test_a_measurement_of_memory_sees_those_within_it() -> None:
     if peak < 0:
         pytest.skip("needs /proc/self/clear_refs")
     assert within[0] >= 2**26 > within[1]
-    assert peak >= 2**26
+    assert peak >= 2**25  # that of the first, less what was given back before it began
