@@ -37,7 +37,6 @@ _PAPER = {
 }
 _NUM_POINTS = {"AE (a)": 60_000, "classifier (b)": 50_000}
 _NUM_DIGITS = 1_797
-_SMALL = 2048  # rows of a matrix whose sampled entries are evaluated all at once
 
 
 def _settings(
@@ -90,9 +89,8 @@ def measure(settings: Settings, data: str | None) -> Values:
     for count in settings["counts"]:
         start = time.perf_counter()
         if settings["way"] == "entries":
-            sampled: Any = matrix.sample_entries(count, "importance", seed=settings["seed"])
-            if matrix.shape[0] <= _SMALL:
-                sampled = _all_entries(sampled)
+            entries = matrix.sample_entries(count, "importance", seed=settings["seed"])
+            sampled: Any = _all_entries(entries)
         else:
             sampled = matrix.subsample(count, seed=settings["seed"])
         result = compress_quietly(
