@@ -16,7 +16,7 @@ from torch import nn
 from arguments import parse_data_argument
 from compress import gauss_newton
 from hcurv.baselines import KFAC, LowRank
-from hcurv.experiments.measure import best_time, describe_machine
+from hcurv.experiments.measure import best_time, best_times, describe_machine
 from hcurv.experiments.reference_networks import REFERENCE_NETWORKS, train
 
 
@@ -62,8 +62,8 @@ def kfac(data: str | None) -> None:
         operator = curvlinops_kfac(model, trained.loss, points, classes, "mc")
         operator @ torch.zeros(operator.shape[0])  # factors are computed when first needed
 
-    other = best_time(build_theirs, 5)
-    mine = best_time(lambda: KFAC(model, trained.loss, points), 5)
+    build_ours = partial(KFAC, model, trained.loss, points)
+    other, mine = best_times([build_theirs, build_ours], 7)
     exact = best_time(lambda: KFAC(model, trained.loss, points, num_samples=None), 3)
     print(f"classifier (c), n = 10,000, one sample a point, in forward passes of {forward:.3f} s:")
     print(f"hcurv {mine / forward:.1f} (exact expectation {exact / forward:.1f}),", end=" ")
@@ -81,9 +81,8 @@ def low_rank(data: str | None) -> None:
         for rank, iterations in ((64, 0), (256, 0), (256, 1)):
             columns = torch.randn(matrix.shape[0], rank + 10)
             count = 2 * iterations + 2
-            products = count * best_time(partial(matrix.__matmul__, columns), 3)
             build = partial(LowRank, matrix, rank, power_iterations=count - 1)
-            seconds = best_time(build, 3)
+            product, seconds = best_times([partial(matrix.__matmul__, columns), build], 7, 60)
             error = build().relative_error(dense)
             left, middle, right = torch.svd_lowrank(dense, rank + 10, niter=iterations)
             left, middle, right = left[:, :rank], middle[:rank], right[:, :rank]
@@ -92,7 +91,7 @@ def low_rank(data: str | None) -> None:
             rest = expected - left @ (middle[:, None] * (right.T @ probes))
             reference = float(rest.norm() / expected.norm())
             print(
-                f"{name:16}{num_points:>7}{rank:>6}{count:>10}{seconds / products:>8.2f}"
+                f"{name:16}{num_points:>7}{rank:>6}{count:>10}{seconds / (count * product):>8.2f}"
                 f"{error:>10.2e}{reference:>13.2e}",
                 flush=True,
             )

@@ -19,6 +19,7 @@ from hcurv.experiments.reference_networks import (
     ReferenceNetwork,
     TrainedNetwork,
     build_mlp,
+    seeded_mlp,
     train,
 )
 from image_files import describe, idx_files, isolate, write_files
@@ -65,6 +66,15 @@ def test_reference_networks_have_the_papers_sizes() -> None:
     for name, size in expected.items():
         model = build_mlp(REFERENCE_NETWORKS[name].sizes, torch.nn.ReLU)
         assert sum(p.numel() for p in model.parameters()) == size
+
+
+def test_no_steps_leave_the_initial_weights() -> None:
+    initial = train(DIGITS, num_steps=0)
+    expected = seeded_mlp(DIGITS.sizes, 0, torch.nn.Softplus, torch.nn.Sigmoid())
+    for name, weights in expected.state_dict().items():
+        assert torch.equal(initial.model.state_dict()[name], weights)
+        assert not torch.equal(train(DIGITS).model.state_dict()[name], weights)
+    assert_same_weights(train(DIGITS, num_steps=0), initial)
 
 
 @pytest.mark.parametrize("data", ["mnist", "fashion-mnist"])

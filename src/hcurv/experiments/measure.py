@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 __all__ = [
     "best_time",
+    "best_times",
     "dense_product_seconds",
     "describe_machine",
     "peak_extra_bytes",
@@ -21,11 +22,19 @@ __all__ = [
 
 def best_time(function: Callable[[], object], repeats: int = 5, budget: float = 20.0) -> float:
     """Seconds of the fastest of several calls; stops early once ``budget`` seconds have gone."""
-    best, begin = float("inf"), time.perf_counter()
+    return best_times([function], repeats, budget)[0]
+
+
+def best_times(
+    functions: Sequence[Callable[[], object]], repeats: int = 5, budget: float = 20.0
+) -> list[float]:
+    """The same of functions to be compared: their calls alternate, so that noise meets them all."""
+    best, begin = [float("inf")] * len(functions), time.perf_counter()
     for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        best = min(best, time.perf_counter() - start)
+        for index, function in enumerate(functions):
+            start = time.perf_counter()
+            function()
+            best[index] = min(best[index], time.perf_counter() - start)
         if time.perf_counter() - begin > budget:
             break
     return best

@@ -114,7 +114,10 @@ def seeded_mlp(
 
 
 def train(
-    recipe: ReferenceNetwork, data: str | Path | None = None, cache: bool = True
+    recipe: ReferenceNetwork,
+    data: str | Path | None = None,
+    cache: bool = True,
+    num_steps: int | None = None,
 ) -> TrainedNetwork:
     """Train a reference network, or take its weights from the cache.
 
@@ -125,7 +128,9 @@ def train(
         recipe: which.
         data: folder with the data sets, to be searched first (see `datasets`).
         cache: use and fill the cache folder (see `cache_directory`).
+        num_steps: instead of the recipe's; 0 leaves the initial weights.
     """
+    num_steps = recipe.num_steps if num_steps is None else num_steps
     inputs, labels = _read_data(recipe, data)
     is_classifier = recipe.kind == "classifier"
     targets = labels if is_classifier else inputs
@@ -134,14 +139,14 @@ def train(
     else:
         model = seeded_mlp(recipe.sizes, _SEED, nn.Softplus, nn.Sigmoid())
     if cache:
-        description = _describe(recipe, inputs, labels)
+        description = _describe(recipe, num_steps, inputs, labels)
         name = hashlib.sha256(description.encode()).hexdigest()
         path = cache_directory() / "networks" / f"{name}.safetensors"
         if not load_weights(model, path):
-            _fit(model, recipe, inputs, targets)
+            _fit(model, recipe, num_steps, inputs, targets)
             save_weights(model, path, description)
     else:
-        _fit(model, recipe, inputs, targets)
+        _fit(model, recipe, num_steps, inputs, targets)
     loss = nn.CrossEntropyLoss() if is_classifier else HalfSquaredError()
     return TrainedNetwork(model, loss, inputs, targets)
 
@@ -157,13 +162,13 @@ def _read_data(recipe: ReferenceNetwork, directory: str | Path | None) -> tuple[
     return readers[recipe.data](directory)
 
 
-def _describe(recipe: ReferenceNetwork, inputs: Tensor, labels: Tensor) -> str:
+def _describe(recipe: ReferenceNetwork, num_steps: int, inputs: Tensor, labels: Tensor) -> str:
     """All that the weights depend on, to the bit."""
-    used = recipe.num_steps * BATCH_SIZE
+    used = num_steps * BATCH_SIZE
     facts = {
         **asdict(recipe),
         "procedure": _PROCEDURE,
-        "num_steps": recipe.num_steps,
+        "num_steps": num_steps,
         "rate": recipe.rate,
         "batch_size": BATCH_SIZE,
         "seed": _SEED,
@@ -176,11 +181,13 @@ def _describe(recipe: ReferenceNetwork, inputs: Tensor, labels: Tensor) -> str:
     return json.dumps(facts, sort_keys=True)
 
 
-def _fit(model: nn.Module, recipe: ReferenceNetwork, inputs: Tensor, targets: Tensor) -> None:
+def _fit(
+    model: nn.Module, recipe: ReferenceNetwork, num_steps: int, inputs: Tensor, targets: Tensor
+) -> None:
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=recipe.rate)
     num_batches = len(inputs) // BATCH_SIZE  # only whole ones, again and again
-    for step in range(recipe.num_steps):
+    for step in range(num_steps):
         start = step % num_batches * BATCH_SIZE
         batch = slice(start, start + BATCH_SIZE)
         outputs = model(inputs[batch])

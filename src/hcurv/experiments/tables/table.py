@@ -72,8 +72,9 @@ class Table:
 
 
 def reference_problem(settings: Settings, data: str | None) -> TrainedNetwork:
-    """The trained network that a row is about, with the points it is about."""
-    trained = train(REFERENCE_NETWORKS[settings["network"]], data)
+    """The network that a row is about, trained unless it says otherwise, with the row's points."""
+    recipe = REFERENCE_NETWORKS[settings["network"]]
+    trained = train(recipe, data, num_steps=settings.get("num_steps"))
     count = settings["num_points"]
     # Copies, so that the rest of the data set does not stay in memory.
     inputs, targets = trained.inputs[:count].clone(), trained.targets[:count].clone()
