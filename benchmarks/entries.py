@@ -2,19 +2,29 @@
 
     make bench BENCH=entries DATA=folder-with-mnist-and-cifar10
 
-Part 1 needs no data: MLP 784-256-256-10, n = 1000, float32. Part 2 is the precomputation for the
-reference classifiers (c) and (d) at n = 10,000.
+Parts 1 and 2 need no data: entries and products for an MLP 784-256-256-10, products for
+autoencoders 3072-10-3072, n = 1000, float32. Part 3 is the precomputation for the reference
+classifiers (c) and (d) at n = 10,000.
 """
 
 from __future__ import annotations
+
+from functools import partial
+from operator import matmul
 
 import torch
 from torch import Tensor, nn
 
 import hcurv
 from arguments import parse_data_argument
-from hcurv.experiments.measure import best_time, describe_machine, peak_extra_bytes, sgemm_rate
-from hcurv.experiments.reference_networks import REFERENCE_NETWORKS, build_mlp, train
+from hcurv.experiments.measure import (
+    best_time,
+    best_times,
+    describe_machine,
+    peak_extra_bytes,
+    sgemm_rate,
+)
+from hcurv.experiments.reference_networks import REFERENCE_NETWORKS, build_mlp, seeded_mlp, train
 
 MB = 1e6
 
@@ -41,8 +51,7 @@ def entries_and_products() -> None:
     difference = (ours @ vector - theirs @ vector).norm() / (theirs @ vector).norm()
     print(f"relative difference of the two products: {difference:.1e}\n")
 
-    their_product = best_time(lambda: theirs @ vector)
-    our_product = best_time(lambda: ours @ vector, 10)
+    their_product, our_product = best_times([lambda: theirs @ vector, lambda: ours @ vector], 10)
     ideal = 4 * size * num_points / rate
     print(f"{'':34}{'hcurv':>12}{'curvlinops':>12}{'ratio':>9}{'wanted':>9}")
 
@@ -50,8 +59,7 @@ def entries_and_products() -> None:
         print(f"{name:34}{mine * 1e3:9.4g} ms{other * 1e3:9.4g} ms{other / mine:8.1f}x{wanted:>9}")
 
     row("H @ v", our_product, their_product, "1.5x")
-    their_block = best_time(lambda: theirs @ matrix, 3)
-    our_block = best_time(lambda: ours @ matrix, 3)
+    their_block, our_block = best_times([lambda: theirs @ matrix, lambda: ours @ matrix], 3)
     row("H @ V, 128 columns", our_block, their_block, "2x")
     rows, cols = torch.randint(0, size, (2, 100_000), generator=generator)
     our_entry = best_time(lambda: ours.pairs(rows, cols)) / rows.numel()
@@ -82,8 +90,33 @@ def entries_and_products() -> None:
     print(f" 4096² block {peak_extra_bytes(lambda: ours[run, run]) / MB:.0f} MB (result 67 MB)")
 
 
+def products_of_autoencoders() -> None:
+    """Part 2: as many outputs as inputs, weighed by the loss alike (linear ones) or not."""
+    from curvlinops import GGNLinearOperator
+
+    inputs = torch.rand(1000, 3072, generator=torch.Generator().manual_seed(0))
+    loss = nn.MSELoss()
+    print(f"\n{'3072-10-3072, MSELoss':34}{'hcurv':>12}{'curvlinops':>12}{'ratio':>9}")
+    for name, output in (("sigmoid outputs", nn.Sigmoid()), ("linear outputs", None)):
+        model = seeded_mlp((3072, 10, 3072), 0, nn.Softplus, output)
+        theirs = GGNLinearOperator(
+            model, loss, list(model.parameters()), [(inputs, inputs)], check_deterministic=False
+        )
+        ours = hcurv.GaussNewton(model, loss, inputs)
+        for count in (1, 16, 64):
+            columns = torch.randn(ours.shape[0], count)
+            products = [partial(matmul, matrix, columns) for matrix in (ours, theirs)]
+            mine, other = best_times(products, 5)
+            expected = theirs @ columns
+            difference = float((ours @ columns - expected).norm() / expected.norm())
+            print(
+                f"{f'{name}, {count} columns':34}{mine * 1e3:9.4g} ms{other * 1e3:9.4g} ms"
+                f"{other / mine:8.1f}x   difference {difference:.1e}"
+            )
+
+
 def precomputation(data: str | None) -> None:
-    """Part 2: memory and time of the precomputation."""
+    """Part 3: memory and time of the precomputation."""
     header = f"{'nbytes':>10}{'paper':>9}{'peak':>10}{'time':>9}{'in forward passes':>20}"
     print(f"\n{'precomputation, n = 10,000':28}{header}")
     for name, paper in (("classifier (c)", 191), ("classifier (d)", 423)):
@@ -111,4 +144,5 @@ if __name__ == "__main__":
     arguments = parse_data_argument(__doc__)
     print(describe_machine())
     entries_and_products()
+    products_of_autoencoders()
     precomputation(arguments.data)
