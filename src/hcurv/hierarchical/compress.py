@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -21,7 +23,7 @@ from hcurv.hierarchical.neighbor_columns import NeighborSampler
 from hcurv.hierarchical.ordering import choose_tree, default_leaf_size
 from hcurv.hierarchical.plan import tolerance_step
 from hcurv.hierarchical.planner import Prepared, prepare
-from hcurv.hierarchical.sketch import SketchSampler
+from hcurv.hierarchical.sketch import RandomProducts, SketchSampler
 from hcurv.indexing import check_count
 from hcurv.memory import require_bytes
 from hcurv.operators import EntrySource
@@ -47,7 +49,8 @@ _PRESETS = {
 }
 _FINEST = 10  # times machine epsilon: tolerance where storage alone is asked for
 _FITS, _MOST_FITS = 2, 12  # builds to make better use of max_storage, or to fit into it at all
-_AIM, _WELL_USED = 0.97, 0.9  # shares of max_storage to aim at, and to be content with
+_AIM, _WELL_USED = 0.94, 0.9  # shares of max_storage to aim at, and to be content with
+_NEAR = 1.1  # times the smallest tolerance: no other build for the rest
 _WARN_BEYOND = 1.5  # times the tolerance, where a cap is to blame ...
 _WARN_UNCAPPED = 4.0  # ... or where it is not
 
@@ -238,21 +241,21 @@ def _compress(source: EntrySource, options: _Options) -> HMatrix:
     part = prepared.global_part
     rest = source if part is None else Remainder(source, part, diagonal)
     tolerance = options.settings.tolerance if prepared.plan is None else prepared.plan.tolerance
-    result = _build(rest, prepared, options, tolerance, seconds)
+    products = None
+    if options.method == "sketch":
+        start, fit = time.perf_counter(), options.max_floats is not None
+        order, known = prepared.tree.permutation, prepared.sketch
+        products = RandomProducts(rest, order, options.seed + 1, known, keep=fit)
+        seconds["samples"] = seconds.get("samples", 0.0) + time.perf_counter() - start
+    build = partial(_build, rest, products, prepared, options, seconds)
+    result = build(tolerance)
     if options.max_floats is not None and prepared.tree.num_kept:
-        result = _fit(result, options.max_floats, rest, prepared, options, seconds)
+        result = _fit(result, options.max_floats, options.settings.tolerance, build)
     _warn(result)
     return result
 
 
-def _fit(
-    first: HMatrix,
-    most: int,
-    rest: EntrySource,
-    prepared: Prepared,
-    options: _Options,
-    seconds: dict[str, float],
-) -> HMatrix:
+def _fit(first: HMatrix, most: int, least: float, build: Callable[[float], HMatrix]) -> HMatrix:
     """Build again until it fits into what is allowed, and makes use of it: plans are estimates."""
     result, fitting, tolerance = first, None, first.record.tolerance
     for attempt in range(_MOST_FITS):
@@ -260,26 +263,27 @@ def _fit(
         if fits and (fitting is None or result.num_stored > fitting.num_stored):
             fitting = result
         enough = attempt >= _FITS or result.num_stored >= _WELL_USED * most
-        if fits and (enough or tolerance <= options.settings.tolerance):
+        if fits and (enough or tolerance <= _NEAR * least):
             break
         if fitting is not None and attempt >= _FITS:
             break
         step = tolerance_step(result.num_stored, int(_AIM * most))
-        tolerance = max(tolerance * step, options.settings.tolerance)
+        tolerance = max(tolerance * step, least)
         if tolerance >= 1:
             break
-        result = _build(rest, prepared, options, tolerance, seconds)
+        result = build(tolerance)
     return result if fitting is None else fitting
 
 
 def _build(
     rest: EntrySource,
+    products: RandomProducts | None,
     prepared: Prepared,
     options: _Options,
-    tolerance: float,
     seconds: dict[str, float],
+    tolerance: float,
 ) -> HMatrix:
-    """The matrix of a plan; ``rest`` is what its global part leaves."""
+    """The matrix of a plan; ``rest`` is what its global part leaves, ``products`` are with it."""
     tree, part, seed = prepared.tree, prepared.global_part, options.seed
     settings, diagonal = options.settings, rest.diagonal()
     interactions = near_leaves(rest, tree, diagonal, options.near_budget, options.distance, seed)
@@ -289,8 +293,8 @@ def _build(
     builder.seconds.update(seconds)
     sampler: Sampler
     with builder.timed("samples"):
-        if options.method == "sketch":
-            sampler = SketchSampler(rest, tree.permutation, seed + 1, prepared.sketch)
+        if products is not None:
+            sampler = SketchSampler(products)
         else:
             sampler = NeighborSampler(rest, tree, diagonal, options.distance, interactions, seed)
     leaves, near, levels = builder.build(sampler)

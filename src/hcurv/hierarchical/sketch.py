@@ -17,11 +17,12 @@ from hcurv.hierarchical.levels import Coupling, LeafBlocks, Level
 from hcurv.memory import require_bytes
 from hcurv.operators import EntrySource
 
-__all__ = ["SketchSampler", "random_products"]
+__all__ = ["RandomProducts", "SketchSampler", "random_products"]
 
 _PANEL_FLOATS = 2**26  # of a panel of columns
 _MAX_PANEL = 256
 _HELD_OUT = 16  # columns to estimate the error with
+_KEPT_FLOATS = 2**28  # of products for another build
 
 
 @dataclass
@@ -32,14 +33,18 @@ class _Panel:
     outputs: Tensor  # HΩ without the parts that belong to blocks below
 
 
-class SketchSampler:
-    """Samples from products with random vectors.
+class RandomProducts:
+    """Random vectors Ω and their products HΩ, drawn as they are needed.
 
     Args:
         source: the matrix, with a product.
         rows: its kept rows in tree order.
         seed: of the random vectors.
         known: a first panel, as `random_products` gives it.
+        keep: what is drawn, within bounds, for another build of the same tree.
+
+    Attributes:
+        held_out: a panel that is not to be sampled from.
     """
 
     def __init__(
@@ -48,16 +53,55 @@ class SketchSampler:
         rows: Tensor,
         seed: int,
         known: tuple[Tensor, Tensor] | None = None,
+        keep: bool = False,
     ) -> None:
-        self._source = source
-        self._rows = rows
+        self.source, self.rows = source, rows
         self._generator = torch.Generator(source.device).manual_seed(seed)
+        self._panels = [] if known is None else [known]
+        self._room = _KEPT_FLOATS if keep else 0
+        self.held_out = self._draw(_HELD_OUT)
+
+    def require_memory(self, num_columns: int) -> None:
+        """For so many columns more."""
+        require_bytes(
+            (3 if self._room else 2) * self.rows.numel() * num_columns * self.source.dtype.itemsize,
+            self.source.device,
+            f"a sketch of {num_columns} columns more",
+            ("choose a smaller max_rank or a larger tolerance", "use float32"),
+        )
+
+    def panel(self, number: int, num_columns: int) -> tuple[Tensor, Tensor]:
+        """A panel, with so many columns if it is new; its products may be changed."""
+        if number == len(self._panels):
+            drawn = self._draw(num_columns)
+            floats = 2 * drawn[0].numel()
+            if floats > self._room:
+                self._room = 0
+                return drawn
+            self._room -= floats
+            self._panels.append(drawn)
+        elif number > len(self._panels):
+            return self._draw(num_columns)
+        inputs, outputs = self._panels[number]
+        return inputs, outputs.clone()
+
+    def _draw(self, num_columns: int) -> tuple[Tensor, Tensor]:
+        return random_products(self.source, self.rows, num_columns, self._generator)
+
+
+class SketchSampler:
+    """Samples from products with random vectors.
+
+    Args:
+        products: where they come from.
+    """
+
+    def __init__(self, products: RandomProducts) -> None:
+        self._products = products
         self._panels: list[_Panel] = []
-        self._known = None if known is None else _Panel(known[0], known[1].clone())
         self._leaves: LeafBlocks | None = None
         self._near: tuple[Coupling, ...] = ()
         self._levels: list[Level] = []
-        self._held_out = self._draw(_HELD_OUT)
         self._squares = 0.0  # ‖HΩ‖_F² ...
         self._num_squares = 0  # ... and its number of columns
 
@@ -83,18 +127,11 @@ class SketchSampler:
     def grow(self, num_columns: int) -> None:
         """Draw until there are ``num_columns``, and carry the new ones to the current level."""
         assert self._leaves is not None
-        missing = num_columns - self.num_columns
-        require_bytes(
-            2 * self._rows.numel() * missing * self._source.dtype.itemsize,
-            self._source.device,
-            f"a sketch of {num_columns} columns",
-            ("choose a smaller max_rank or a larger tolerance", "use float32"),
-        )
-        width = max(16, min(_MAX_PANEL, _PANEL_FLOATS // (self._rows.numel() + 1)))
+        self._products.require_memory(num_columns - self.num_columns)
+        width = max(16, min(_MAX_PANEL, _PANEL_FLOATS // (self._products.rows.numel() + 1)))
         while self.num_columns < num_columns:
-            panel, self._known = self._known, None
-            if panel is None:
-                panel = self._draw(min(width, num_columns - self.num_columns))
+            missing = min(width, num_columns - self.num_columns)
+            panel = _Panel(*self._products.panel(len(self._panels), missing))
             self._squares += float(
                 torch.linalg.vector_norm(panel.outputs, dtype=torch.float64).square()
             )
@@ -109,7 +146,10 @@ class SketchSampler:
     def samples(self, nodes: Tensor, table: Tensor) -> Tensor:
         """Samples of the rows of nodes, given by their places on the current level, (B, m, s)."""
         result = torch.empty(
-            *table.shape, self.num_columns, dtype=self._source.dtype, device=table.device
+            *table.shape,
+            self.num_columns,
+            dtype=self._products.source.dtype,
+            device=table.device,
         )
         start = 0
         for panel in self._panels:
@@ -127,17 +167,14 @@ class SketchSampler:
 
     def held_out(self) -> tuple[Tensor, Tensor]:
         """Random vectors that no sample was made of, (N, k), and their products."""
-        size = self._source.shape[0]
+        size, rows = self._products.source.shape[0], self._products.rows
         inputs, outputs = (
             torch.zeros(size, t.shape[1], dtype=t.dtype, device=t.device).index_copy_(
-                0, self._rows, t[:-1]
+                0, rows, t[:-1]
             )
-            for t in (self._held_out.inputs, self._held_out.outputs)
+            for t in self._products.held_out
         )
         return inputs, outputs
-
-    def _draw(self, num_columns: int) -> _Panel:
-        return _Panel(*random_products(self._source, self._rows, num_columns, self._generator))
 
 
 def random_products(
