@@ -36,7 +36,7 @@ _OVERSAMPLING = 1.5  # columns per row of a skeleton ...
 _EXTRA = 16  # ... and beyond
 _CAPPED = 4  # columns per row of a skeleton that a cap cuts off: weights must not fit by chance
 _SKETCH_FLOATS = 2**28  # of a sketch with that many columns; a larger one makes do with fewer
-_SKELETON_ENTRIES = 2**27  # most that are evaluated between all skeletons of a level
+_SKELETON_ENTRIES = 2**27  # evaluated between all skeletons of a level without a second thought
 _PROBE = 4  # nodes that tell whether a sample has columns enough
 FIRST_RANK = 48  # that the first sample is made for
 
@@ -231,6 +231,7 @@ class Builder:
     def _widen(self, sampler: Sampler, rows: _Rows, needed: int, depth: int) -> None:
         """More columns, or on the upper levels all entries between skeletons."""
         most = min(2 * self._tree.num_kept * needed, _SKELETON_ENTRIES)
+        most = max(most, 2 * rows.size * needed)  # what the sketch would take on this level
         if depth < self._tree.depth and rows.size**2 <= most:
             index = self._tree.permutation[rows.positions]
             self._skeletons = SkeletonSampler(

@@ -49,7 +49,7 @@ _PRESETS = {
 }
 _FINEST = 10  # times machine epsilon: tolerance where storage alone is asked for
 _FITS, _MOST_FITS = 2, 12  # builds to make better use of max_storage, or to fit into it at all
-_AIM, _WELL_USED = 0.94, 0.9  # shares of max_storage to aim at, and to be content with
+_AIM, _WELL_USED = 0.94, 0.85  # shares of max_storage to aim at, and to be content with
 _NEAR = 1.1  # times the smallest tolerance: no other build for the rest
 _WARN_BEYOND = 1.5  # times the tolerance, where a cap is to blame ...
 _WARN_UNCAPPED = 4.0  # ... or where it is not
