@@ -137,7 +137,7 @@ def render(measured: Measured) -> Rendered:
 def draw(figure: Figure, measured: Measured) -> None:
     """Errors of the methods, row by row."""
     axes = figure.subplots()
-    labels = [_label(s).replace(" ", "\n").replace("\n(", " (") for s, _ in measured]
+    labels = [_label(s).replace(" ", "\n") for s, _ in measured]
     places = list(range(len(labels)))
     methods = {
         "ours": "hm_error",
@@ -160,7 +160,7 @@ def draw(figure: Figure, measured: Measured) -> None:
             )
     axes.set_xticks(places, labels, fontsize=7)
     axes.set(ylabel="relative error ε_F")
-    axes.legend(fontsize=8, ncols=2)
+    figure.legend(fontsize=8, ncols=4, loc="outside lower center")
 
 
 TABLE = Table(
