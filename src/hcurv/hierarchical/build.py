@@ -36,7 +36,7 @@ _OVERSAMPLING = 1.5  # columns per row of a skeleton ...
 _EXTRA = 16  # ... and beyond
 _CAPPED = 4  # columns per row of a skeleton that a cap cuts off: weights must not fit by chance
 _SKETCH_FLOATS = 2**28  # of a sketch with that many columns; a larger one makes do with fewer
-_SKELETON_ENTRIES = 2**27  # evaluated between all skeletons of a level without a second thought
+_SKELETON_ENTRIES = 2**27  # between all skeletons of a level, or as many as a sketch has
 _PROBE = 4  # nodes that tell whether a sample has columns enough
 FIRST_RANK = 48  # that the first sample is made for
 

@@ -174,10 +174,9 @@ TABLE = Table(
         " the storage allows takes hours). RSVD: `LowRank`, of rank `allowed · N`. K-FAC: all"
         " Kronecker blocks, with one sample a point and with the exact expectation (the paper's"
         " number of samples, which it counts as storage k/N, lies in between); `K-FAC %K` is what"
-        " it truly"
-        " stores. The paper has no classifiers in this table. Trained by the recipe, the hidden"
-        " units of AE (b) and (c) are all but off, which K-FAC does not bear; rows with initial"
-        " weights show it where it does well."
+        " it truly stores. The paper has no classifiers in this table. Trained by the recipe, the"
+        " hidden units of AE (b) and (c) are all but off, which K-FAC does not bear; rows with"
+        " initial weights show it where it does well."
     ),
     rows=rows,
     measure=measure,
