@@ -92,6 +92,23 @@ def test_low_rank_conformance_and_solves(dtype: torch.dtype) -> None:
     assert float((difference / spread).abs().max()) < 5.5 / 100_000**0.5
 
 
+@both_dtypes
+@pytest.mark.parametrize("method", ["symmetric", "jacobian"])
+@pytest.mark.parametrize("power_iterations", [0, 1])
+def test_vectors_of_small_eigenvalues_are_orthonormal(
+    power_iterations: int, method: str, dtype: torch.dtype
+) -> None:
+    """Those of eigenvalues that rounding of the largest outweighs."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(40, 8, bias=False))).to(dtype)
+    basis = torch.linalg.qr(normal(60, 40)).Q * 2.0 ** -torch.arange(40, dtype=torch.float64)
+    operator = hcurv.GaussNewton(model, nn.MSELoss(), basis.to(dtype))
+    matrix = LowRank(operator, 200, method=method, power_iterations=power_iterations)
+    assert float(matrix.values[-1]) < 1e-5 * float(matrix.values[0])
+    assert bool((matrix.values > 0).all())
+    vectors = matrix.vectors.double()
+    assert_close((vectors.T @ vectors).to(dtype), torch.eye(vectors.shape[1]).double(), 1e2)
+
+
 @given(size=st.integers(1, 40), rank=st.integers(0, 40), true_rank=st.integers(0, 10))
 def test_low_rank_of_any_gram_matrix(size: int, rank: int, true_rank: int) -> None:
     factor = normal(size, true_rank)

@@ -15,10 +15,12 @@ from torch import Tensor
 
 __all__ = ["double_gram", "leading", "nystrom", "nystrom_of_sketch", "orthonormal"]
 
-_GRAM_FLOATS = 2**24  # in double precision at a time
+_GRAM_FLOATS = 2**18  # in double precision at a time, as many as fit into a cache
+_GRAM_ROWS = 256  # at least
 _GRAM_PANEL = 128  # rows of a symmetric one at a time
 _DEPENDENT = 1e-13  # eigenvalues of a Gram matrix, over the largest, that count as zero
 _SAFE = 1e-9  # squared diagonal of its Cholesky factor, over the largest: faster than eigenvectors
+_GRADED = 1e-4  # eigenvalues over the largest whose eigenvectors are orthogonalized
 _TALL = 1 / 16  # columns over rows of a Gaussian matrix with singular values within 1 ± 1/4
 
 
@@ -36,7 +38,7 @@ def orthonormal(columns: Tensor, rounds: int = 2) -> Tensor:
         basis = basis[:, values > torch.finfo(columns.dtype).eps * values[:1]]
         return basis  # type: ignore[no-any-return]
     for _ in range(rounds):
-        gram = double_gram(columns, columns, symmetric=True)
+        gram = double_gram(columns, columns)
         norms = gram.diagonal().sqrt()
         if not bool(norms.all()):
             columns, gram = columns[:, norms > 0], gram[norms > 0][:, norms > 0]
@@ -60,20 +62,19 @@ def _whitening(gram: Tensor) -> Tensor:
     return mixing
 
 
-def double_gram(left: Tensor, right: Tensor, symmetric: bool = False) -> Tensor:
-    """leftᵀ right in double precision; of a symmetric one, only the upper half is computed."""
-    width = left.shape[1]
+def double_gram(left: Tensor, right: Tensor) -> Tensor:
+    """leftᵀ right in double precision; of columns with themselves, half is computed."""
+    width, symmetric = left.shape[1], left is right
     result = torch.zeros(width, right.shape[1], dtype=torch.float64, device=left.device)
-    step = max(1, _GRAM_FLOATS // max(1, width))
+    step = max(_GRAM_ROWS, _GRAM_FLOATS // max(1, width))
     for first, second in zip(left.split(step), right.split(step), strict=True):
         rows = first.double()
-        columns = rows if left is right else second.double()
         if not symmetric:
-            result.addmm_(rows.T, columns)
+            result.addmm_(rows.T, second.double())
             continue
         for start in range(0, width, _GRAM_PANEL):
             part = slice(start, start + _GRAM_PANEL)
-            result[part, start:].addmm_(rows[:, part].T, columns[:, start:])
+            result[part, start:].addmm_(rows[:, part].T, rows[:, start:])
     return result.triu_().add_(result.triu(1).T) if symmetric else result
 
 
@@ -87,7 +88,7 @@ def leading(columns: Tensor, mixing: Tensor | None = None) -> tuple[Tensor, Tens
         vectors, singular, _ = torch.linalg.svd(columns, full_matrices=False)
         keep = singular > torch.finfo(columns.dtype).eps * singular[:1]
         return singular[keep].square(), vectors[:, keep]
-    gram = double_gram(columns, columns, symmetric=True)
+    gram = double_gram(columns, columns)
     if mixing is not None:
         gram = mixing.T @ gram @ mixing
     values, rotation = torch.linalg.eigh(gram)
@@ -95,7 +96,11 @@ def leading(columns: Tensor, mixing: Tensor | None = None) -> tuple[Tensor, Tens
     values, rotation = values[keep].flip(0), rotation[:, keep].flip(1)
     rotation = rotation * values.rsqrt()
     rotation = rotation if mixing is None else mixing @ rotation
-    return values, columns @ rotation.to(columns.dtype)
+    vectors = columns @ rotation.to(columns.dtype)
+    if bool((values < _GRADED * values[:1]).any()):
+        # Rounding weighs in vectors of small values: each made orthogonal to those of larger ones.
+        vectors = torch.linalg.qr(vectors).Q
+    return values, vectors
 
 
 def nystrom(
@@ -124,7 +129,8 @@ def nystrom_of_sketch(start: Tensor, sketch: Tensor) -> tuple[Tensor, Tensor]:
     # A small shift makes the core positive definite in floating point; it is taken off again.
     shift = torch.finfo(sketch.dtype).eps * float(torch.linalg.vector_norm(sketch))
     sketch = torch.add(sketch, start, alpha=shift)
-    values, mixing = torch.linalg.eigh(double_gram(start, sketch, symmetric=True))
+    # The core needs no more digits than the sketch has, other than its Gram matrix.
+    values, mixing = torch.linalg.eigh((start.T @ sketch).double())
     keep = values > 0.25 * shift
     found, vectors = leading(sketch, mixing[:, keep] * values[keep].rsqrt())
     return (found - shift).clamp_(min=0.0).to(sketch.dtype), vectors

@@ -75,6 +75,7 @@ class LowRank(SymmetricOperator):
                 values, vectors = nystrom(source.__matmul__, start, power_iterations)
             else:
                 values, vectors = _jacobian(source, start, power_iterations)
+        rank = min(rank, int((values > 0).sum()))
         self.values = values[:rank]
         self.vectors = vectors[:, :rank].contiguous()
 
