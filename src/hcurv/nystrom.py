@@ -129,7 +129,7 @@ def nystrom_of_sketch(start: Tensor, sketch: Tensor) -> tuple[Tensor, Tensor]:
     # A small shift makes the core positive definite in floating point; it is taken off again.
     shift = torch.finfo(sketch.dtype).eps * float(torch.linalg.vector_norm(sketch))
     sketch = torch.add(sketch, start, alpha=shift)
-    # The core needs no more digits than the sketch has, other than its Gram matrix.
+    # The core needs no more digits than the sketch has; its Gram matrix, a square, does.
     values, mixing = torch.linalg.eigh((start.T @ sketch).double())
     keep = values > 0.25 * shift
     found, vectors = leading(sketch, mixing[:, keep] * values[keep].rsqrt())

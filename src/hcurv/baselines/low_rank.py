@@ -21,6 +21,8 @@ from hcurv.operators import SymmetricOperator
 
 __all__ = ["LowRank"]
 
+_COPIES = 7  # of the sketch at a time, at most, those of the SVD or QR included
+
 
 class LowRank(SymmetricOperator):
     """The leading eigenpairs of a positive semi-definite matrix, by random sketches.
@@ -63,7 +65,7 @@ class LowRank(SymmetricOperator):
         self._device: torch.device = source.device
         self._dtype: torch.dtype = source.dtype
         require_bytes(
-            4 * size * width * self._dtype.itemsize,
+            _COPIES * size * width * self._dtype.itemsize,
             self._device,
             f"a sketch of {width} columns of a matrix of N = {size}",
             ("choose a smaller rank",),
