@@ -4,8 +4,11 @@ BIN := .venv/bin
 BENCH ?= entries
 PARTS ?=
 DATA ?= $(HCURV_DATA)
+TORCH ?=
+TORCH_INDEX ?=
+TORCH_VENV := .venv-torch-$(if $(TORCH),$(subst *,x,$(TORCH)),newest)
 
-.PHONY: setup demo test lint docs unit test-plans bench clean
+.PHONY: setup demo test lint docs unit test-torch test-plans bench clean
 
 setup: .venv/installed
 
@@ -32,6 +35,22 @@ docs: setup
 unit: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
+# The tests under another version of torch, in an environment of its own:
+#   make test-torch TORCH='2.4.*'   the oldest that is supported
+#   make test-torch                 the newest
+# On Linux, torch's usual wheels bring gigabytes of CUDA libraries with them; TORCH_INDEX= may name
+# a package index whose wheels are for CPUs alone.
+test-torch: $(TORCH_VENV)/installed
+	$(TORCH_VENV)/bin/python -c 'import torch; print("torch", torch.__version__)'
+	OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python -m pytest -n 2
+
+$(TORCH_VENV)/installed: pyproject.toml
+	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
+	$(TORCH_VENV)/bin/python -m pip install --quiet --upgrade \
+	  $(addprefix --index-url ,$(TORCH_INDEX)) 'torch$(addprefix ==,$(TORCH))'
+	$(TORCH_VENV)/bin/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
 test-plans: setup
 	HCURV_DATA=$(DATA) $(BIN)/python -m pytest -m slow
 
@@ -42,4 +61,4 @@ bench: setup
 	$(BIN)/python benchmarks/$(BENCH).py $(PARTS) $(if $(DATA),--data $(DATA))
 
 clean:
-	rm -rf .venv demo site
+	rm -rf .venv .venv-torch-* demo site

@@ -9,7 +9,7 @@ __all__ = ["parse_data_argument"]
 
 
 def parse_data_argument(description: str | None, parts: Collection[str] = ()) -> argparse.Namespace:
-    """Command line: where the data lie, and which parts to run (default: all)."""
+    """Read from the command line where the data lie and which parts to run (default: all)."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "--data",
@@ -17,5 +17,5 @@ def parse_data_argument(description: str | None, parts: Collection[str] = ()) ->
     )
     if parts:
         parser.add_argument("parts", nargs="*", choices=[*parts, []], help="default: all")
-        parser.add_argument("--only", action="append", help="of the networks; may be repeated")
+        parser.add_argument("--only", action="append", help="only this network; may be repeated")
     return parser.parse_args()

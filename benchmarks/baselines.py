@@ -1,4 +1,4 @@
-"""Low rank and K-FAC: against other implementations.
+"""Low rank and K-FAC against other implementations.
 
 make bench BENCH=baselines DATA=folder-with-mnist-and-cifar10
 
@@ -21,7 +21,7 @@ from hcurv.experiments.reference_networks import REFERENCE_NETWORKS, train
 
 
 def curvlinops_kfac(model: nn.Module, loss: Any, inputs: Any, labels: Any, kind: str) -> Any:
-    """Their block-diagonal K-FAC, weights and biases of a layer together."""
+    """Make curvlinops' block-diagonal K-FAC, with the weights and biases of a layer together."""
     from curvlinops import KFACLinearOperator
 
     return KFACLinearOperator(
@@ -36,7 +36,7 @@ def curvlinops_kfac(model: nn.Module, loss: Any, inputs: Any, labels: Any, kind:
 
 
 def kfac(data: str | None) -> None:
-    """The same matrix as curvlinops', and the time to build it."""
+    """Check that the matrix is that of curvlinops, and compare the times to build it."""
     print("\nK-FAC, block-diagonal, beside curvlinops")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -60,7 +60,9 @@ def kfac(data: str | None) -> None:
 
     def build_theirs() -> None:
         operator = curvlinops_kfac(model, trained.loss, points, classes, "mc")
-        operator @ torch.zeros(operator.shape[0])  # factors are computed when first needed
+        operator @ torch.zeros(
+            operator.shape[0]
+        )  # curvlinops computes its factors at the first product
 
     build_ours = partial(KFAC, model, trained.loss, points)
     other, mine = best_times([build_theirs, build_ours], 7)
@@ -71,7 +73,7 @@ def kfac(data: str | None) -> None:
 
 
 def low_rank(data: str | None) -> None:
-    """Time beside that of the products, accuracy beside a truncated SVD of the dense matrix."""
+    """Compare the time with that of the products, and the error with that of a truncated SVD."""
     print("\nLow rank: time over that of the exact products needed (at most 1.3), and error beside")
     print("torch.svd_lowrank of the dense matrix with as many products (q iterations take 2q + 2)")
     print(f"{'':16}{'n':>7}{'rank':>6}{'products':>10}{'time':>8}{'error':>10}{'svd_lowrank':>13}")

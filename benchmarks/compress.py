@@ -33,7 +33,7 @@ GB = 1e9
 
 
 class Target(NamedTuple):
-    """What one row must reach."""
+    """The error, storage and time that one row must reach."""
 
     tolerance: float
     error: float
@@ -55,20 +55,20 @@ CURVES = {
 
 
 def gauss_newton(name: str, data: str | None, num_points: int) -> hcurv.GaussNewton:
-    """The reference network's matrix over the first training images."""
+    """Make the matrix of a reference network over the first training images."""
     trained = train(REFERENCE_NETWORKS[name], data)
     return hcurv.GaussNewton(trained.model, trained.loss, trained.inputs[:num_points].clone())
 
 
 def compress(matrix: hcurv.EntrySource | Tensor, **options: Any) -> hcurv.HMatrix:
-    """The tree alone, without the warnings about rank caps: the error is printed."""
+    """Compress to a tree alone, without warnings about the error, which is printed anyway."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", hcurv.CompressionWarning)
         return hcurv.compress(matrix, **{"global_rank": 0, **options})
 
 
 class Measured(NamedTuple):
-    """A compressed matrix, and what it took."""
+    """A compressed matrix, with the time and the memory that it took."""
 
     matrix: hcurv.HMatrix
     build: float  # seconds
@@ -77,7 +77,7 @@ class Measured(NamedTuple):
 
 
 def measure(matrix: hcurv.GaussNewton, repeats: int, **options: Any) -> Measured:
-    """Compress, best of several repeats."""
+    """Compress several times, and keep the best time."""
     found: list[hcurv.HMatrix] = []
 
     def build() -> None:
@@ -91,7 +91,7 @@ def measure(matrix: hcurv.GaussNewton, repeats: int, **options: Any) -> Measured
 
 
 def targets(data: str | None) -> None:
-    """The four rows that have to be reached."""
+    """Measure the four rows that have targets."""
     print("\nReached (asked for), n = 1000, times in dense products H·X₁₂₈")
     header = f"{'error':>20}{'storage %':>18}{'build':>16}{'product':>18}"
     print(f"{'':16}{'setting':8}{'tolerance':>10}{header}  ordering")
@@ -112,7 +112,7 @@ def targets(data: str | None) -> None:
 
 
 def curve(data: str | None) -> None:
-    """Error against storage."""
+    """Print the error against the storage."""
     print("\nError against storage, n = 1000")
     print(f"{'':16}{'setting':8}{'tolerance':>10}{'error':>10}{'estimated':>11}{'storage %':>11}")
     for name in ("AE (a)", "classifier (a)"):
@@ -129,7 +129,7 @@ def curve(data: str | None) -> None:
 
 
 def growth(data: str | None) -> None:
-    """Two-layer networks of growing width on random inputs; n = 500."""
+    """Measure two-layer networks of growing width on 500 random inputs."""
     print("\nGrowth: 128-w-10 classifier on uniform inputs, n = 500, low accuracy")
     print(f"{'N':>9}{'build s':>10}{'product s':>11}{'stored floats':>15}{'error':>10}")
     inputs = torch.rand(500, 128, generator=torch.Generator().manual_seed(0))
@@ -156,7 +156,7 @@ def growth(data: str | None) -> None:
 
 
 def plot_growth(sizes: list[int], builds: list[float], stored: list[int]) -> None:
-    """Log-log plot beside this script's results."""
+    """Draw a log-log plot into the folder of results."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4), layout="constrained")

@@ -30,7 +30,7 @@ MB = 1e6
 
 
 def entries_and_products() -> None:
-    """Part 1: against curvlinops' GGNLinearOperator."""
+    """Part 1: compare with curvlinops' GGNLinearOperator."""
     from curvlinops import GGNLinearOperator
 
     generator = torch.Generator().manual_seed(0)
@@ -91,7 +91,7 @@ def entries_and_products() -> None:
 
 
 def products_of_autoencoders() -> None:
-    """Part 2: as many outputs as inputs, weighed by the loss alike (linear ones) or not."""
+    """Part 2: measure networks with as many outputs as inputs, with equal loss weights or not."""
     from curvlinops import GGNLinearOperator
 
     inputs = torch.rand(1000, 3072, generator=torch.Generator().manual_seed(0))
@@ -116,7 +116,7 @@ def products_of_autoencoders() -> None:
 
 
 def precomputation(data: str | None) -> None:
-    """Part 3: memory and time of the precomputation."""
+    """Part 3: measure the memory and the time of the precomputation."""
     header = f"{'nbytes':>10}{'paper':>9}{'peak':>10}{'time':>9}{'in forward passes':>20}"
     print(f"\n{'precomputation, n = 10,000':28}{header}")
     for name, paper in (("classifier (c)", 191), ("classifier (d)", 423)):

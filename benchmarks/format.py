@@ -1,4 +1,4 @@
-"""Global part and tree together, split by `hcurv.compress` itself: beside trees and low rank alone.
+"""The global part and tree that `hcurv.compress` chooses, against trees and low rank alone.
 
     make bench BENCH=format DATA=folder-with-mnist-and-cifar10
     make bench BENCH=format PARTS="targets large" DATA=...
@@ -22,7 +22,7 @@ GB = 1e9
 
 
 def auto(matrix: hcurv.GaussNewton, **options: Any) -> tuple[hcurv.HMatrix, float, int]:
-    """The default, its seconds, and peak bytes beyond what was there before."""
+    """Compress by default; return the matrix, its seconds, and its peak of additional bytes."""
     found: list[hcurv.HMatrix] = []
     start = time.perf_counter()
     peak = peak_extra_bytes(
@@ -32,13 +32,13 @@ def auto(matrix: hcurv.GaussNewton, **options: Any) -> tuple[hcurv.HMatrix, floa
 
 
 def describe(result: hcurv.HMatrix) -> str:
-    """What was chosen."""
+    """Describe the format that was chosen."""
     leaves = f"leaves {result.record.leaf_size}" if result.tree.num_kept else "no tree"
     return f"global rank {result.global_rank}, {leaves}, {result.tree.ordering}"
 
 
 def targets(data: str | None) -> None:
-    """Error and storage, with and without a global part."""
+    """Print error and storage, with and without a global part."""
     print("\nReached (asked for), n = 1000")
     print(f"{'':16}{'tolerance':>10}{'error':>20}{'storage %':>16}{'build':>9}{'plan':>8}")
     for name, tolerance, error, storage in (
@@ -63,7 +63,7 @@ def targets(data: str | None) -> None:
 
 
 def large(data: str | None) -> None:
-    """The two large networks, at errors asked for."""
+    """Compress the two large networks to given errors."""
     print("\nReached (asked for), n = 10,000")
     for name, tolerance, error, storage in (
         ("classifier (c)", 4e-2, 4.2e-2, 0.1),
@@ -80,7 +80,7 @@ def large(data: str | None) -> None:
 
 
 def near_field(data: str | None) -> None:
-    """Ranks with near blocks: on a kernel matrix, where neighbours matter, and on the networks."""
+    """Print ranks with near blocks, on a kernel matrix with many neighbours and on networks."""
     print("\nNear field: tolerance 1e-3, leaves of 64; a share of the leaves near to every leaf")
     print(f"{'':22}{'near':>6}{'error':>10}{'storage %':>11}{'mean rank':>11}{'largest':>9}")
     points = torch.rand(6000, 3, generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Monte Carlo entries: time per entry, memory. Their accuracy: `hcurv reproduce sampling`.
+"""Time and memory of Monte Carlo entries. `hcurv reproduce sampling` measures their accuracy.
 
 make bench BENCH=sampling
 """
@@ -36,7 +36,7 @@ def _per_entry(matrix: hcurv.GaussNewton, num_samples: int | None, count: int = 
 
 
 def timing() -> None:
-    """Microseconds per entry: flat in N, at most linear in n and c; where sampling pays."""
+    """Measure the microseconds per entry as N, n and c grow, and find where sampling pays."""
     print("\nMicroseconds per entry ('importance'; MLP 100-h-q, cross-entropy)")
     print("against N (n = 4000, c = 100):    ", end="")
     for hidden in (20, 80, 320, 1280):
@@ -59,7 +59,7 @@ def timing() -> None:
 
 
 def memory() -> None:
-    """Peak memory of a call beyond its result, against the workspace."""
+    """Compare the peak memory of a call, beyond its result, with the workspace."""
     print(
         "\nPeak memory of 2,000 pairs, n = 16,000, c = 1,000, beyond the stored factors and norms:"
     )

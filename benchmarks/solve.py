@@ -28,20 +28,22 @@ from compress import compress, gauss_newton
 from hcurv.baselines import LowRank
 from hcurv.experiments.measure import best_time, dense_product_seconds, describe_machine
 from hcurv.experiments.reference_networks import REFERENCE_NETWORKS, seeded_mlp, train
-from hcurv.hierarchical.definite import make_definite
+from hcurv.hierarchical.solving.definite import make_definite
 
 GB = 1e9
 SMALL = ("AE (a)", "classifier (a)", "classifier (b)", "AE (b)", "AE (c)")
-# Those of the compression targets.
+# These tolerances are those of the compression targets (benchmarks/compress.py).
 TOLERANCES = {"AE (a)": 5e-4, "classifier (a)": 2.8e-3}
 NUM_RIGHT_HAND_SIDES = 16
 MAX_ITERATIONS = 600
-DEFAULT_TOLERANCE = 1e-3  # of hcurv.compress, all else chosen by it
-LARGEST_BLOCK = 16_000  # rows of a dense block of block-Jacobi
+# The tolerance where hcurv.compress chooses everything else.
+DEFAULT_TOLERANCE = 1e-3
+# Block-Jacobi is skipped if a dense block would have more rows than this.
+LARGEST_BLOCK = 16_000
 
 
 def largest_eigenvalue(matrix: hcurv.SymmetricOperator) -> float:
-    """λ₁."""
+    """Compute the largest eigenvalue λ₁."""
     return float(hcurv.eigsh(matrix, 1, tolerance=1e-3).values[0])
 
 
@@ -80,7 +82,7 @@ def factor(data: str | None, only: list[str] | None = None) -> None:
 
 
 def definite(data: str | None, only: list[str] | None = None) -> None:
-    """positive_definite=True on all small networks, over six dampings."""
+    """Make all small networks positive definite, for six dampings."""
     print("\npositive_definite=True, n = 1000: every matrix factorizes with its damping; error of")
     print("the plain compression, and with each damping")
     powers = range(1, 7)
@@ -103,21 +105,21 @@ def definite(data: str | None, only: list[str] | None = None) -> None:
 
 @dataclass(frozen=True)
 class Method:
-    """A preconditioner, made for a damping; and the seconds that making it took."""
+    """A way to make a preconditioner for a damping; it also returns the seconds that this took."""
 
     name: str
     make: Callable[[float], tuple[Any, float]]
 
 
 def timed(function: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, float]:
-    """What a function returns, and its seconds."""
+    """Call a function; return its result and its seconds."""
     start = time.perf_counter()
     result = function(*arguments, **options)
     return result, time.perf_counter() - start
 
 
 def methods(matrix: hcurv.GaussNewton, model: nn.Module) -> Iterator[Method]:
-    """Plain, and our preconditioners, from the float32 matrix."""
+    """Make no preconditioner, and ours, from the float32 matrix."""
     yield Method("none", lambda damping: (None, 0.0))
     default = hcurv.compress(matrix, tolerance=DEFAULT_TOLERANCE)
     yield Method("ours, default", lambda damping: timed(lambda: default_factors(matrix, damping)))
@@ -135,7 +137,7 @@ def methods(matrix: hcurv.GaussNewton, model: nn.Module) -> Iterator[Method]:
 
 
 def jacobi_methods(matrix: hcurv.GaussNewton, model: nn.Module) -> Iterator[Method]:
-    """Preconditioners that need nothing from us but entries."""
+    """Make preconditioners that need nothing but entries."""
     yield Method("Jacobi", lambda damping: timed(lambda: matrix.diagonal() + damping))
     layers = layer_slices(model)
     most = max(part.stop - part.start for part in layers)
@@ -148,31 +150,31 @@ def jacobi_methods(matrix: hcurv.GaussNewton, model: nn.Module) -> Iterator[Meth
 
 
 def default_factors(matrix: hcurv.GaussNewton, damping: float) -> hcurv.Factorization:
-    """Of the matrix that users get."""
+    """Make a preconditioner from the matrix that users get by default."""
     options = {"tolerance": DEFAULT_TOLERANCE, "positive_definite": True, "damping": damping}
     return compress(matrix, global_rank="auto", **options).factorize(damping)
 
 
 def definite_factors(plain: hcurv.HMatrix, build: float, damping: float) -> tuple[Any, float]:
-    """Of a compressed matrix whose building took some seconds."""
+    """Make a preconditioner from a compressed matrix, and add the seconds of its building."""
     result, seconds = timed(lambda: make_definite(plain, damping).factorize(damping))
     return result, seconds + build
 
 
 @dataclass(frozen=True)
 class LowRankSolve:
-    """In single precision, as the others."""
+    """Low rank in single precision, as the other preconditioners."""
 
     matrix: LowRank
     damping: float
 
     def solve(self, rhs: Tensor) -> Tensor:
-        """By the Woodbury formula."""
-        return self.matrix.solve(rhs.float(), self.damping).to(rhs.dtype)
+        """Solve by the Woodbury formula."""
+        return self.matrix.factorize(self.damping).solve(rhs.float()).to(rhs.dtype)
 
 
 def layer_slices(model: nn.Module) -> list[slice]:
-    """Rows of the parameters of each layer, weight and bias."""
+    """Find the rows of the parameters of each layer, weight and bias."""
     found, start = [], 0
     for module in model.modules():
         size = sum(p.numel() for p in module.parameters(recurse=False))
@@ -193,7 +195,7 @@ class BlockJacobi:
             self._factors.append(torch.linalg.cholesky(block))
 
     def solve(self, rhs: Tensor) -> Tensor:
-        """Block by block."""
+        """Solve block by block."""
         pairs = zip(self._layers, self._factors, strict=True)
         return torch.cat([torch.cholesky_solve(rhs[part], factor) for part, factor in pairs])
 
@@ -204,13 +206,13 @@ def conjugate_gradients(
     num_points: int = 1000,
     make_methods: Callable[..., Iterator[Method]] = methods,
 ) -> None:
-    """Iterations and time to 1e-6 for every preconditioner."""
+    """Print the iterations and the time to 1e-6 for every preconditioner."""
     print(
         f"\nConjugate gradients to 1e-6, {NUM_RIGHT_HAND_SIDES} right-hand sides,"
         f" n = {num_points}: iterations,"
     )
     print(f"seconds (with setting up the preconditioner); * not converged in {MAX_ITERATIONS}")
-    powers = (2, 3, 4, 5) if num_points == 1000 else (2, 3, 4)  # an hour or two as it is
+    powers = (2, 3, 4, 5) if num_points == 1000 else (2, 3, 4)  # more would take several hours
     print(f"{'':25}" + "".join(f"{f'λ = 1e-{p} λ₁':>24}" for p in powers))
     names = ("AE (a)", "classifier (a)", "classifier (b)", "AE (b)")
     for name in names if num_points == 1000 else names[:2]:
@@ -248,17 +250,17 @@ def conjugate_gradients(
 
 
 def conjugate_gradients_large(data: str | None, only: list[str] | None = None) -> None:
-    """The same over 10,000 points."""
+    """Run conjugate gradients over 10,000 points."""
     conjugate_gradients(data, only, 10_000)
 
 
 def conjugate_gradients_jacobi(data: str | None, only: list[str] | None = None) -> None:
-    """The same with Jacobi's preconditioner, by entries and by layers."""
+    """Run conjugate gradients with Jacobi's preconditioner, by entries and by layers."""
     conjugate_gradients(data, only, make_methods=jacobi_methods)
 
 
 def growth(data: str | None, only: list[str] | None = None) -> None:
-    """The networks of the compression benchmark."""
+    """Measure the growth on the networks of the compression benchmark."""
     print("\nGrowth: 128-w-10 classifier on uniform inputs, n = 500, low accuracy, λ = 1e-2 λ₁")
     print(f"{'N':>9}{'factorize s':>13}{'solve s':>10}{'logdet s':>10}{'variances s':>13}")
     inputs = torch.rand(500, 128, generator=torch.Generator().manual_seed(0))
@@ -292,7 +294,7 @@ def growth(data: str | None, only: list[str] | None = None) -> None:
 
 
 def plot_growth(sizes: list[int], times: dict[str, list[float]]) -> None:
-    """Log-log plot beside this script's results."""
+    """Draw a log-log plot into the folder of results."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5, 4), layout="constrained")

@@ -21,10 +21,12 @@ def seeded(factory: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
 
 
 def normal(*shape: int, seed: int = 1) -> Tensor:
+    """Draw normally distributed float64 numbers."""
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def labels(num_points: int, num_classes: int, seed: int = 2) -> Tensor:
+    """Draw labels."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, num_classes, (num_points,), generator=generator)
 
@@ -246,7 +248,7 @@ both_dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], i
 
 
 def assert_close(actual: Tensor, expected: Tensor, factor: float = 100.0) -> None:
-    """Normwise agreement to ``factor`` units of rounding of the actual dtype."""
+    """Require that no error exceeds ``factor`` rounding units of the largest expected entry."""
     assert actual.shape == expected.shape
     scale = float(expected.abs().max()) if expected.numel() else 0.0
     error = float((actual.double() - expected.double()).abs().max()) if expected.numel() else 0.0

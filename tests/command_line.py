@@ -38,10 +38,11 @@ class Network:
 
     @property
     def options(self) -> list[object]:
-        """What makes the model of this file, and its data."""
+        """The arguments that name the model and its data."""
         return [self.weights, "--data", self.data, "--activation", "relu", *CROSS_ENTROPY]
 
     def exact(self) -> hcurv.GaussNewton:
+        """Make the exact matrix of this network."""
         data = (self.inputs, self.targets)
         return hcurv.GaussNewton(self.model, nn.CrossEntropyLoss(), data)
 
@@ -50,6 +51,7 @@ CROSS_ENTROPY = ("--loss", "cross-entropy")
 
 
 def write_network(folder: Path) -> Network:
+    """Write the network and its data to files, and return both."""
     model = seeded(lambda: nn.Sequential(nn.Linear(9, 7), nn.ReLU(), nn.Linear(7, 4)))
     assert isinstance(model, nn.Sequential)
     network = Network(folder, model.eval(), normal(40, 9).float(), labels(40, 4))
@@ -59,18 +61,19 @@ def write_network(folder: Path) -> Network:
 
 
 def run(*arguments: object, **options: Any) -> Result:
+    """Run a command within this process; options are those of `CliRunner.invoke`."""
     return CliRunner().invoke(app, [str(argument) for argument in arguments], **options)
 
 
 def succeed(*arguments: object) -> str:
-    """Stdout of a command that must succeed."""
+    """Run a command that must succeed, and return its stdout."""
     result = run(*arguments)
     assert result.exit_code == 0, result.stderr
     return result.stdout
 
 
 def succeed_json(*arguments: object) -> dict[str, Any]:
-    """What a command prints as JSON: strictly one document."""
+    """Run a command with --json, and return the one document that it must print."""
 
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} in JSON")
@@ -80,7 +83,7 @@ def succeed_json(*arguments: object) -> dict[str, Any]:
 
 
 def fail(*arguments: object, code: int = 1) -> str:
-    """The message of a command that must fail, in one line and without a traceback."""
+    """Run a command that must fail with one line on stderr, and return this line."""
     result = run(*arguments)
     assert result.exit_code == code, result.output
     assert result.stdout == ""

@@ -19,11 +19,13 @@ NOWHERE = "file:///nowhere"
 
 
 def idx_content(values: np.ndarray) -> bytes:
+    """Return the content of an IDX file of bytes."""
     header = bytes([0, 0, 8, values.ndim]) + np.array(values.shape, ">u4").tobytes()
     return header + values.astype(np.uint8).tobytes()
 
 
 def idx_files(images: np.ndarray, labels: np.ndarray, part: str = "train") -> dict[str, bytes]:
+    """Return the two IDX files of a data set by name; ``part`` is "train" or "t10k"."""
     return {
         f"{part}-images-idx3-ubyte": idx_content(images),
         f"{part}-labels-idx1-ubyte": idx_content(labels),
@@ -31,6 +33,7 @@ def idx_files(images: np.ndarray, labels: np.ndarray, part: str = "train") -> di
 
 
 def write_files(folder: Path, files: dict[str, bytes], compress: bool = True) -> None:
+    """Write files into a folder, gzipped or not."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         if compress:
@@ -40,6 +43,7 @@ def write_files(folder: Path, files: dict[str, bytes], compress: bool = True) ->
 
 
 def write_archive(path: Path, files: dict[str, bytes]) -> None:
+    """Write files into a tar archive, which is compressed as the ending of its name says."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, f"w:{path.suffix[1:]}") as archive:  # type: ignore[call-overload]
         for name, content in files.items():
@@ -49,7 +53,7 @@ def write_archive(path: Path, files: dict[str, bytes]) -> None:
 
 
 def python2_pickle(pixels: np.ndarray, labels: np.ndarray) -> bytes:
-    """A batch as Python 2 wrote the official ones, with two-byte sizes and memo numbers."""
+    """Return a batch as Python 2 wrote the official ones, with two-byte sizes and memo numbers."""
 
     def string(text: str) -> bytes:
         return b"U" + bytes([len(text)]) + text.encode()
@@ -77,7 +81,7 @@ def python2_pickle(pixels: np.ndarray, labels: np.ndarray) -> bytes:
 
 
 def cifar_files(batches: dict[str, np.ndarray], version: str) -> dict[str, bytes]:
-    """The members of an archive, of ``version`` "binary", "python2" or "python3"."""
+    """Return the members of an archive; ``version`` is "binary", "python2" or "python3"."""
     files = {}
     for name, records in batches.items():
         labels, pixels = records[:, 0], records[:, 1:]
@@ -92,7 +96,7 @@ def cifar_files(batches: dict[str, np.ndarray], version: str) -> dict[str, bytes
 
 
 def describe(original: datasets.ImageFiles, files: dict[str, bytes]) -> datasets.ImageFiles:
-    """The description of a made-up set, which nobody can download."""
+    """Describe a made-up data set, which nobody can download."""
     checksums = {
         name.partition("-idx")[0]: hashlib.sha256(content).hexdigest()
         for name, content in files.items()
@@ -101,7 +105,7 @@ def describe(original: datasets.ImageFiles, files: dict[str, bytes]) -> datasets
 
 
 def isolate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Neither the data nor the cache of this machine, no proxy, no download."""
+    """Hide the data and the cache of this machine, its proxy and the internet from a test."""
     monkeypatch.delenv(datasets.DATA_VARIABLE, raising=False)
     monkeypatch.setenv("HCURV_CACHE", str(folder / "cache"))
     monkeypatch.setenv("no_proxy", "*")

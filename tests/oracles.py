@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, hessian, jacrev
+from torch.func import functional_call, jacrev
 
 LossOfOutputs = Callable[[Tensor], Tensor]
 
@@ -18,6 +18,15 @@ def _split(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor], dict[str, Te
     trainable = {name: p.detach() for name, p in parameters.items() if p.requires_grad}
     fixed = {name: p.detach() for name, p in parameters.items() if not p.requires_grad}
     return model, trainable, fixed
+
+
+def hessian(function: LossOfOutputs) -> LossOfOutputs:
+    """The Hessian of a scalar function.
+
+    It is `torch.func.hessian` with reverse mode twice, because forward mode makes torch import what
+    it has deprecated itself, and warnings are errors here.
+    """
+    return jacrev(jacrev(function))
 
 
 def gauss_newton(model: nn.Module, loss: LossOfOutputs, inputs: Tensor) -> Tensor:

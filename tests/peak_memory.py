@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class _Tracker(TorchDispatchMode):
-    """Counts the bytes of all storages made under it for as long as they live."""
+    """Count the bytes of all storages that are made under it, for as long as they live."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class _Tracker(TorchDispatchMode):
 
 
 def peak_beyond_result(function: Callable[[], torch.Tensor]) -> int:
-    """The most bytes that temporaries took at a time."""
+    """Return the largest number of bytes that temporary tensors took at one time."""
     with _Tracker() as tracker:
         result = function()
     return tracker.peak - result.untyped_storage().nbytes()

@@ -16,7 +16,8 @@ import hcurv
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *DOCS.rglob("*.md"))}
+TOP = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES = {str(path.relative_to(ROOT)): path for path in (*TOP, *DOCS.rglob("*.md"))}
 TUTORIALS = sorted(name for name in PAGES if name.startswith("docs/tutorials/"))
 BLOCK = re.compile(
     r"^(?:<!-- (?P<mark>output[^>]*) -->\n+)?```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S
@@ -138,3 +139,26 @@ def test_all_pages_are_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     for path in DOCS.rglob("*.md"):
         assert f" {path.relative_to(DOCS)}\n" in navigation
+
+
+def test_every_file_that_the_architecture_names_exists() -> None:
+    text = (DOCS / "architecture.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
+    named = set(re.findall(r"`((?:[\w.-]+/)+(?:[\w.-]+\.\w+)?)`", text))
+    folders = [ROOT, ROOT / "src" / "hcurv"]
+    missing = [
+        name
+        for name in named - {"site/", "demo/"}
+        if not any((folder / name).exists() for folder in folders)
+    ]
+    assert not missing
+
+
+def test_the_architecture_names_every_package() -> None:
+    text = (DOCS / "architecture.md").read_text()
+    package = ROOT / "src" / "hcurv"
+    for folder in package.iterdir():
+        if (folder / "__init__.py").is_file():
+            assert f"`{folder.name}/" in text, folder.name
+    for file in package.glob("*.py"):
+        if not file.name.startswith("__"):
+            assert f"`{file.name}`" in text, file.name

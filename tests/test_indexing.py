@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
+import hcurv
 from cases import CASES
+from hcurv.baselines import KFAC, LowRank
+from hcurv.indexing import check_seed
 
 OPERATOR = CASES["classifier"].operator()
 DENSE = OPERATOR.to_dense()
@@ -72,3 +77,40 @@ def test_pairs_need_equal_lengths() -> None:
         OPERATOR.pairs([0, 1], [0, 1, 2])
     with pytest.raises(IndexError, match="cols must lie in"):
         OPERATOR.pairs([0], [SIZE])
+
+
+CASE = CASES["classifier"]
+SEEDED: dict[str, Callable[[object], object]] = {
+    "compress": lambda seed: hcurv.compress(DENSE, seed=seed),
+    "eigsh": lambda seed: hcurv.eigsh(OPERATOR, 2, seed=seed),
+    "nearest_neighbors": lambda seed: hcurv.nearest_neighbors(OPERATOR, 2, seed=seed),
+    "sample_entries": lambda seed: OPERATOR.sample_entries(10, seed=seed),
+    "subsample": lambda seed: OPERATOR.subsample(5, seed=seed),
+    "relative_error": lambda seed: OPERATOR.relative_error(DENSE, 4, seed=seed),
+    "sampling_error": lambda seed: hcurv.sampling_error(OPERATOR, OPERATOR, 10, seed=seed),
+    "compare": lambda seed: hcurv.compare(CASE.build(), CASE.loss, CASE.inputs, seed=seed),
+    "LowRank": lambda seed: LowRank(DENSE, 3, seed=seed),
+    "KFAC": lambda seed: KFAC(CASE.build(), CASE.loss, CASE.inputs, seed=seed),
+}
+
+
+@pytest.mark.parametrize("function", SEEDED.values(), ids=SEEDED.keys())
+@pytest.mark.parametrize("seed", [1.5, "a", None, np.float64(2.0)])
+def test_seeds_that_are_no_integers_are_refused(
+    function: Callable[[object], object], seed: object
+) -> None:
+    with pytest.raises(TypeError, match="seed must be an integer; got"):
+        function(seed)
+
+
+@pytest.mark.parametrize("name", [name for name in SEEDED if name != "compare"])
+def test_seeds_of_any_integer_type_and_sign_are_taken(name: str) -> None:
+    for seed in (np.int32(3), np.uint64(2**63 - 1), torch.tensor(4), -1):
+        SEEDED[name](seed)
+
+
+def test_a_seed_keeps_its_value() -> None:
+    assert check_seed(np.int8(-7)) == -7
+    assert type(check_seed(np.uint8(7))) is int
+    with pytest.raises(ValueError, match=r"seed must lie between -2\*\*63 and 2\*\*63 - 1"):
+        check_seed(2**64)

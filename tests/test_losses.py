@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import hcurv
+import oracles
 from cases import CASES, Case, QuarticLoss, all_cases, assert_close, labels, normal
 from hcurv.losses import as_loss
+from oracles import hessian
 
 
 @all_cases
@@ -21,9 +25,9 @@ def test_square_roots_give_the_hessian(case: Case) -> None:
     divisor = 1.0
     if loss.reduction == "mean":
         divisor = loss.divisor(*outputs.shape, case.targets)
-    hessian = torch.func.hessian(case.loss_of_outputs)(outputs)
+    expected = hessian(case.loss_of_outputs)(outputs)
     for point, block in enumerate(root.mT @ root / divisor):
-        assert_close(block, hessian[point, :, point, :], 1e3)
+        assert_close(block, expected[point, :, point, :], 1e3)
 
 
 def test_unsupported_losses_are_refused() -> None:
@@ -117,3 +121,91 @@ def test_own_losses_are_checked() -> None:
         hcurv.GaussNewton(case.build(), WrongShape(), data)
     with pytest.raises(ValueError, match="NaN or infinite values: is the loss convex"):
         hcurv.GaussNewton(case.build(), NotConvex(), data)
+
+
+CLASS_LABELS = labels(30, 3, seed=7)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.uint16], ids=str
+)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(),
+        nn.CrossEntropyLoss(weight=torch.tensor([0.5, 2.0, 1.0]).double(), ignore_index=1),
+    ],
+    ids=["plain", "weighted"],
+)
+def test_class_labels_of_any_integer_type_are_taken(loss: nn.Module, dtype: torch.dtype) -> None:
+    model, inputs = CASES["classifier"].build(), normal(30, 7)
+    converted = CLASS_LABELS.to(dtype)
+    operator = hcurv.GaussNewton(model, loss, (inputs, converted))
+
+    def oracle(outputs: Tensor) -> Tensor:
+        return loss(outputs, CLASS_LABELS)
+
+    assert_close(operator.to_dense(), oracles.gauss_newton(model, oracle, inputs), 1e3)
+    expected = oracles.gradient(model, oracle, inputs)
+    assert_close(operator.gradient(), expected, 1e3)
+    assert_close(operator.gradient(converted), expected, 1e3)
+    assert hcurv.baselines.KFAC(model, loss, (inputs, converted)).shape == operator.shape
+
+
+def test_small_integer_types_do_not_wrap_around_the_ignored_label() -> None:
+    """The default label to ignore, -100, is 156 as an 8-bit number: a class like any other."""
+    model = nn.Sequential(nn.Linear(2, 200)).double()
+    given = torch.tensor([156, 3], dtype=torch.uint8)
+    operator = hcurv.GaussNewton(model, nn.CrossEntropyLoss(), (normal(2, 2), given))
+    expected = oracles.gradient(
+        model, lambda outputs: nn.functional.cross_entropy(outputs, given.long()), normal(2, 2)
+    )
+    assert_close(operator.gradient(), expected, 1e3)
+
+
+@pytest.mark.parametrize("target_dtype", [torch.float64, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(label_smoothing=0.1),
+        nn.CrossEntropyLoss(weight=torch.tensor([0.5, 2.0, 1.0])),
+        nn.BCEWithLogitsLoss(pos_weight=torch.tensor([0.5, 2.0, 1.0])),
+        nn.MSELoss(),
+    ],
+    ids=["cross-entropy", "weighted cross-entropy", "logistic", "squares"],
+)
+def test_soft_targets_of_any_float_type_are_taken(
+    loss: nn.Module, dtype: torch.dtype, target_dtype: torch.dtype
+) -> None:
+    model, inputs = CASES["classifier"].build(), normal(11, 7).float().double()
+    targets = torch.softmax(normal(11, 3), 1).to(target_dtype)
+    data = (inputs.to(dtype), targets)
+    build = CASES["classifier"].build
+    operator = hcurv.GaussNewton(build(dtype), loss, data)
+    exact = copy.deepcopy(loss).double()
+
+    def oracle(outputs: Tensor) -> Tensor:
+        return exact(outputs, targets.double())
+
+    assert_close(operator.to_dense(), oracles.gauss_newton(model, oracle, inputs), 1e3)
+    assert_close(operator.gradient(), oracles.gradient(model, oracle, inputs), 1e3)
+    assert hcurv.baselines.KFAC(build(dtype), loss, data).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [nn.CrossEntropyLoss(), nn.MSELoss(), nn.BCEWithLogitsLoss(), hcurv.losses.HalfSquaredError()],
+    ids=lambda loss: type(loss).__name__,
+)
+def test_losses_return_the_type_of_the_outputs(loss: nn.Module | hcurv.losses.Loss) -> None:
+    known, outputs = as_loss(loss), normal(11, 3).float()
+    targets = torch.softmax(normal(11, 3), 1)
+    assert known.gradient(outputs, targets).dtype == torch.float32
+    assert known.hessian_sqrt(outputs, targets).dtype == torch.float32
+
+
+def test_complex_targets_are_refused() -> None:
+    case = CASES["regression"]
+    with pytest.raises(TypeError, match=r"must be real numbers or class labels; got torch.complex"):
+        hcurv.GaussNewton(case.build(), case.loss, (case.inputs, case.targets.cfloat()))

@@ -17,20 +17,26 @@ __all__ = [
     "ComparedMethod",
     "Comparison",
     "CompressionWarning",
+    "ConvergenceWarning",
+    "Diagonal",
     "EigenResult",
     "EntrySource",
     "Factorization",
+    "Factorized",
     "FileFormatError",
     "GaussNewton",
     "GaussNewtonStep",
     "HMatrix",
     "InsufficientMemoryError",
     "NearFieldWarning",
+    "NotFactorizableError",
     "NotPositiveDefiniteError",
+    "ParameterLayout",
     "Plan",
     "SampledEntries",
     "SamplingError",
     "SymmetricOperator",
+    "TangentKernel",
     "UnsupportedModelError",
     "baselines",
     "cg",
@@ -47,9 +53,9 @@ __all__ = [
 
 if TYPE_CHECKING:
     from hcurv import baselines, losses
-    from hcurv.cluster_tree import ClusterTree
-    from hcurv.comparison import ComparedMethod, Comparison, compare
-    from hcurv.gauss_newton import GaussNewton
+    from hcurv.applications.newton_step import GaussNewtonStep, gauss_newton_step
+    from hcurv.diagonal import Diagonal
+    from hcurv.factorized import Factorized, NotFactorizableError
     from hcurv.hierarchical import (
         CompressionWarning,
         Factorization,
@@ -61,20 +67,26 @@ if TYPE_CHECKING:
         compress,
         load,
     )
-    from hcurv.krylov import CGResult, EigenResult, cg, eigsh
+    from hcurv.hierarchical.tree.cluster_tree import ClusterTree
+    from hcurv.hierarchical.tree.neighbors import nearest_neighbors
+    from hcurv.layout import ParameterLayout
+    from hcurv.linalg import CGResult, ConvergenceWarning, EigenResult, cg, eigsh
     from hcurv.memory import InsufficientMemoryError
-    from hcurv.neighbors import nearest_neighbors
-    from hcurv.newton_step import GaussNewtonStep, gauss_newton_step
+    from hcurv.network.gauss_newton import GaussNewton
+    from hcurv.network.kernel import TangentKernel
+    from hcurv.network.sampling import SampledEntries
+    from hcurv.network.sampling_accuracy import SamplingError, num_samples_for, sampling_error
+    from hcurv.network.tracing import UnsupportedModelError
     from hcurv.operators import EntrySource, SymmetricOperator
-    from hcurv.sampling import SampledEntries, SamplingError, num_samples_for, sampling_error
-    from hcurv.tracing import UnsupportedModelError
-else:  # type checkers would take any name for granted if they saw this
-    _NAMES = {  # what each module is asked for
+    from hcurv.report.compare_methods import compare
+    from hcurv.report.comparison import ComparedMethod, Comparison
+else:  # hidden from type checkers, which would otherwise accept any name
+    _NAMES = {  # the public names of each module; none if the module itself is the public name
         "baselines": (),
         "losses": (),
-        "cluster_tree": ("ClusterTree",),
-        "comparison": ("ComparedMethod", "Comparison", "compare"),
-        "gauss_newton": ("GaussNewton",),
+        "diagonal": ("Diagonal",),
+        "applications.newton_step": ("GaussNewtonStep", "gauss_newton_step"),
+        "factorized": ("Factorized", "NotFactorizableError"),
         "hierarchical": (
             "CompressionWarning",
             "Factorization",
@@ -86,22 +98,28 @@ else:  # type checkers would take any name for granted if they saw this
             "compress",
             "load",
         ),
-        "krylov": ("CGResult", "EigenResult", "cg", "eigsh"),
+        "hierarchical.tree.cluster_tree": ("ClusterTree",),
+        "hierarchical.tree.neighbors": ("nearest_neighbors",),
+        "layout": ("ParameterLayout",),
+        "linalg": ("CGResult", "ConvergenceWarning", "EigenResult", "cg", "eigsh"),
         "memory": ("InsufficientMemoryError",),
-        "neighbors": ("nearest_neighbors",),
-        "newton_step": ("GaussNewtonStep", "gauss_newton_step"),
+        "network.gauss_newton": ("GaussNewton",),
+        "network.kernel": ("TangentKernel",),
+        "network.sampling": ("SampledEntries",),
+        "network.sampling_accuracy": ("SamplingError", "num_samples_for", "sampling_error"),
+        "network.tracing": ("UnsupportedModelError",),
         "operators": ("EntrySource", "SymmetricOperator"),
-        "sampling": ("SampledEntries", "SamplingError", "num_samples_for", "sampling_error"),
-        "tracing": ("UnsupportedModelError",),
+        "report.compare_methods": ("compare",),
+        "report.comparison": ("ComparedMethod", "Comparison"),
     }
-    _HOMES = {name: module for module, names in _NAMES.items() for name in names}
+    _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
     def __getattr__(name: str) -> object:
         if name in __all__ and name in _NAMES:
-            return import_module(f"hcurv.{name}")  # which makes it an attribute
-        if name not in _HOMES:
+            return import_module(f"hcurv.{name}")  # the import sets the attribute
+        if name not in _MODULES:
             raise AttributeError(f"module 'hcurv' has no attribute {name!r}")
-        value = getattr(import_module(f"hcurv.{_HOMES[name]}"), name)
+        value = getattr(import_module(f"hcurv.{_MODULES[name]}"), name)
         globals()[name] = value
         return value
 

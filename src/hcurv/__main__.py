@@ -1,4 +1,4 @@
-"""``python -m hcurv``: the command line."""
+"""Run the command line as ``python -m hcurv``."""
 
 from __future__ import annotations
 

@@ -13,10 +13,17 @@ __all__ = ["check_target", "replacing", "write_atomically"]
 
 
 def check_target(path: str | PathLike[str]) -> Path:
-    """The path, if a file can be written there; to be asked before work is done for it.
+    """Return the path if a file can be written there.
+
+    Callers ask this before they start work whose result goes into the file.
+
+    Args:
+        path: the file to write.
 
     Raises:
-        FileNotFoundError, IsADirectoryError, PermissionError: it cannot, and why.
+        FileNotFoundError: the folder does not exist.
+        IsADirectoryError: the path is a folder.
+        PermissionError: the folder cannot be written to.
     """
     target = Path(path)
     folder = target.absolute().parent
@@ -31,9 +38,12 @@ def check_target(path: str | PathLike[str]) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path to write to, which takes the place of ``path`` if the block ends without an error.
+    """Give a temporary path to write to, which replaces ``path`` if the block ends without error.
 
-    Whatever happens, no half-written file is left, and a reader sees the old file or the new one.
+    A reader sees either the old file or the new one. No half-written file is left behind.
+
+    Args:
+        path: the file to replace.
     """
     with tempfile.TemporaryDirectory(prefix=".part-", dir=path.absolute().parent) as folder:
         temporary = Path(folder) / path.name
@@ -42,11 +52,17 @@ def replacing(path: Path) -> Iterator[Path]:
             os.fsync(stream.fileno())
         mask = os.umask(0)
         os.umask(mask)
-        temporary.chmod(0o666 & ~mask)  # as any new file; some writers make private ones
+        # Some writers make files that only their owner can read. Use the mode of any new file.
+        temporary.chmod(0o666 & ~mask)
         os.replace(temporary, path)
 
 
 def write_atomically(path: Path, write: Callable[[str], object]) -> None:
-    """The same for a function that writes the file of the name that it is given."""
+    """Write a file as `replacing` does, by a function that takes the name of the file to write.
+
+    Args:
+        path: the file to write or replace.
+        write: writes the file whose name it is given.
+    """
     with replacing(path) as temporary:
         write(str(temporary))

@@ -1,4 +1,4 @@
-"""Turn what users write between brackets into index tensors."""
+"""Check indices, counts and seeds that users pass, and turn indices into tensors."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ __all__ = [
     "Index",
     "Indices",
     "check_count",
+    "check_seed",
     "is_integer",
     "resolve_indices",
     "resolve_pairs",
@@ -27,15 +28,15 @@ _EXPECTED = "integers: a list, range, slice, NumPy array or tensor, or a boolean
 
 
 def is_integer(index: object) -> bool:
-    """Whether ``index`` stands for a single position."""
+    """Tell whether ``index`` is a single position."""
     if isinstance(index, Tensor):
         return index.ndim == 0 and _holds_integers(index)
     return isinstance(index, int | np.integer) and not isinstance(index, bool)
 
 
 def _holds_integers(tensor: Tensor) -> bool:
-    kind = tensor.dtype
-    return not (kind.is_floating_point or kind.is_complex or kind == torch.bool)
+    dtype = tensor.dtype
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def resolve_indices(indices: Index, size: int, device: torch.device, name: str) -> Tensor:
@@ -44,10 +45,10 @@ def resolve_indices(indices: Index, size: int, device: torch.device, name: str) 
     Negative integers count from the end, as in Python; a boolean mask selects where it is true.
 
     Args:
-        indices: what the user gave.
+        indices: the indices as the user passed them.
         size: the number of rows or columns.
-        device: where the result lives.
-        name: "rows" or "cols", for messages.
+        device: the device of the result.
+        name: "rows" or "cols", for error messages.
 
     Raises:
         TypeError: ``indices`` are not integers.
@@ -68,7 +69,7 @@ def resolve_indices(indices: Index, size: int, device: torch.device, name: str) 
             )
         return index.nonzero().squeeze(1)
     if index.numel() == 0 and not isinstance(indices, Tensor | np.ndarray):
-        index = index.long()  # an empty list has no type of its own
+        index = index.long()  # Torch makes an empty list floating-point.
     if not _holds_integers(index):
         raise TypeError(f"{name} must be {_EXPECTED}; got values of type {index.dtype}")
     if index.ndim > 1:
@@ -87,10 +88,20 @@ def resolve_indices(indices: Index, size: int, device: torch.device, name: str) 
 def resolve_pairs(
     rows: Indices, cols: Indices, size: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Resolve rows and cols that are meant elementwise.
+    """Resolve rows and cols that belong together element by element.
+
+    Args:
+        rows: the row of each pair.
+        cols: the column of each pair.
+        size: the number of rows, and of columns.
+        device: the device of the result.
+
+    Returns:
+        Two int64 tensors of equal length.
 
     Raises:
-        ValueError: they differ in length.
+        TypeError, IndexError: as in `resolve_indices`.
+        ValueError: rows and cols differ in length.
     """
     row_index = resolve_indices(rows, size, device, "rows")
     col_index = resolve_indices(cols, size, device, "cols")
@@ -103,10 +114,16 @@ def resolve_pairs(
 
 
 def check_count(value: SupportsIndex, name: str, least: int = 1, most: int | None = None) -> int:
-    """An integer (also NumPy's) from ``least`` to ``most``.
+    """Return a count as a Python integer.
+
+    Args:
+        value: any integer (Python's, NumPy's or a tensor with one).
+        name: the name of the argument, for error messages.
+        least: the smallest number that is allowed.
+        most: the largest number that is allowed, or None for no limit.
 
     Raises:
-        ValueError: it is none.
+        ValueError: ``value`` is not an integer, or out of range.
     """
     try:
         count = operator.index(value)
@@ -116,3 +133,24 @@ def check_count(value: SupportsIndex, name: str, least: int = 1, most: int | Non
         wanted = f"from {least} to {most}" if most is not None else f"of at least {least}"
         raise ValueError(f"{name} must be an integer {wanted}; got {value!r}")
     return count
+
+
+def check_seed(seed: SupportsIndex) -> int:
+    """Return a seed as a Python integer.
+
+    Args:
+        seed: any integer (Python's, NumPy's or a tensor with one) that fits into 64 bits.
+
+    Raises:
+        TypeError: ``seed`` is not an integer.
+        ValueError: ``seed`` does not fit into 64 bits.
+    """
+    try:
+        number = operator.index(seed)
+    except TypeError as error:
+        raise TypeError(
+            f"seed must be an integer; got {seed!r} of type {type(seed).__name__}"
+        ) from error
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"seed must lie between -2**63 and 2**63 - 1; got {number}")
+    return number

@@ -1,4 +1,4 @@
-"""Ask how much memory is free, and refuse work that would not fit before it starts."""
+"""Find out how much memory is free, and refuse work that would not fit before it starts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,22 @@ __all__ = ["InsufficientMemoryError", "available_bytes", "format_bytes", "requir
 
 
 class InsufficientMemoryError(MemoryError):
-    """The work asked for needs more memory than is free; nothing was allocated."""
+    """The work needs more memory than is free. Nothing was allocated.
+
+    The message says how much is needed, how much is free, and what to do instead.
+
+    Examples:
+        >>> from hcurv.memory import require_bytes
+        >>> try:
+        ...     require_bytes(10**18, torch.device("cpu"), "this example", ["ask for less"])
+        ... except hcurv.InsufficientMemoryError as error:
+        ...     print(str(error).split(",")[0])
+        this example needs 1e+06 TB
+    """
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Write a number of bytes for a person: ``1.9 GB``."""
+    """Write a number of bytes as people read it, such as ``1.9 GB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(num_bytes) < 1000:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.3g} {unit}"
@@ -25,13 +36,15 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def _read_int(path: str) -> int | None:
+    """Read a file with one integer; None if it is absent, unreadable, or says "max"."""
     try:
         return int(Path(path).read_text().strip())
-    except (OSError, ValueError):  # absent, unreadable, or "max"
+    except (OSError, ValueError):
         return None
 
 
 def _host_bytes() -> int | None:
+    """Bytes that this machine can still give, or None if it does not say."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -45,13 +58,14 @@ def _host_bytes() -> int | None:
 
 
 def _container_bytes() -> int | None:
+    """Bytes that are left of the limit of a container, or None if there is no limit."""
     limit = _read_int("/sys/fs/cgroup/memory.max")
     used = _read_int("/sys/fs/cgroup/memory.current")
     return None if limit is None or used is None else max(0, limit - used)
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Memory that can still be allocated on a device, or None where the system does not tell."""
+    """Return the bytes that can still be allocated on a device; None if the system is silent."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type != "cpu":
@@ -64,10 +78,13 @@ def require_bytes(needed: int, device: torch.device, what: str, ways_out: Sequen
     """Raise `InsufficientMemoryError` unless ``needed`` bytes are free on ``device``.
 
     Args:
-        needed: bytes about to be allocated.
-        device: where.
+        needed: the number of bytes about to be allocated.
+        device: the device on which they are allocated.
         what: what they are for, as the subject of a sentence.
-        ways_out: what the user can do instead, each an imperative clause.
+        ways_out: what the user can do instead; each is an imperative clause.
+
+    Raises:
+        InsufficientMemoryError: there is less free memory than that.
     """
     free = available_bytes(device)
     if free is None or needed <= free:

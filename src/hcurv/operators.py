@@ -1,4 +1,4 @@
-"""What every matrix here is: a symmetric operator; and what a matrix can be asked for: entries.
+"""What a matrix is here: a symmetric operator; and what can be asked of one: products and entries.
 
 `EntrySource` is the one protocol at which the two halves of the package meet: networks provide
 entries, hierarchical matrices consume them.
@@ -6,26 +6,50 @@ entries, hierarchical matrices consume them.
 
 from __future__ import annotations
 
+import numbers
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, SupportsFloat, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from hcurv.indexing import check_count, check_seed, is_integer
 
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator
 
     from hcurv.indexing import Index
 
-__all__ = ["PROBE_SEED", "EntrySource", "SymmetricOperator"]
+__all__ = ["PROBE_SEED", "EntryOperator", "EntrySource", "SymmetricOperator", "as_number"]
 
-PROBE_SEED = 2**31  # added to seeds of probes: nothing may be measured by what it was built from
+# This number is added to the seeds of random probes, so that no matrix is ever measured with the
+# random numbers that it was built from.
+PROBE_SEED = 2**31
 
 
 @runtime_checkable
 class EntrySource(Protocol):
-    """A symmetric positive semi-definite matrix that can be asked for its entries."""
+    """A symmetric positive semi-definite matrix that can be asked for its entries.
+
+    Any object with these five attributes can be compressed. If it also has a product
+    (``source @ vectors``), compression is faster and can use a global low-rank part.
+
+    Examples:
+        A matrix that is never stored, given by a formula for its entries:
+
+        >>> class Exponential:
+        ...     shape, dtype, device = (100, 100), torch.float64, torch.device("cpu")
+        ...     def diagonal(self):
+        ...         return torch.ones(100, dtype=torch.float64)
+        ...     def block(self, rows, cols):
+        ...         rows, cols = torch.arange(100)[rows], torch.arange(100)[cols]
+        ...         return torch.exp(-0.1 * (rows[:, None] - cols).abs().double())
+        >>> isinstance(Exponential(), hcurv.EntrySource)
+        True
+        >>> hcurv.compress(Exponential(), leaf_size=10).shape
+        (100, 100)
+    """
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -33,21 +57,52 @@ class EntrySource(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the entries."""
+        """Type of the entries: float32 or float64."""
 
     @property
     def device(self) -> torch.device:
-        """Where the entries are computed."""
+        """Device on which the entries are computed."""
 
     def diagonal(self) -> Tensor:
-        """The N diagonal entries."""
+        """Return the N diagonal entries, (N,).
+
+        Examples:
+            >>> H.diagonal().shape
+            torch.Size([51])
+        """
 
     def block(self, rows: Index, cols: Index) -> Tensor:
-        """The dense block ``rows`` x ``cols``."""
+        """Return the dense block ``rows`` x ``cols``.
+
+        Args:
+            rows: m integers in [0, N): a list, range, slice, array or tensor, or a mask (N,).
+            cols: k integers, given in the same way.
+
+        Returns:
+            The entries, (m, k).
+
+        Examples:
+            >>> H.block([0, 5, 7], slice(0, 2)).shape
+            torch.Size([3, 2])
+        """
 
 
 class SymmetricOperator(ABC):
-    """Base of every matrix-like object: checks in the public methods, algebra in ``_matmat``."""
+    """Base class of every matrix-like object of this package.
+
+    The public methods check their arguments; subclasses implement the algebra in ``_matmat``.
+    Operators can be multiplied with numbers and added to each other.
+
+    Examples:
+        >>> isinstance(H, hcurv.SymmetricOperator)
+        True
+        >>> (H @ b).shape, (H @ torch.ones(51, 3, dtype=torch.float64)).shape
+        (torch.Size([51]), torch.Size([51, 3]))
+        >>> torch.allclose((2 * H + hcurv.Diagonal(torch.ones_like(b))) @ b, 2 * (H @ b) + b)
+        True
+    """
+
+    __array_ufunc__ = None  # NumPy's numbers leave ``number * operator`` to this class
 
     @property
     @abstractmethod
@@ -62,7 +117,7 @@ class SymmetricOperator(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where the operator lives."""
+        """Device on which the operator is stored and works."""
 
     @property
     @abstractmethod
@@ -71,24 +126,38 @@ class SymmetricOperator(ABC):
 
     @abstractmethod
     def diagonal(self) -> Tensor:
-        """The N diagonal entries."""
+        """Return the N diagonal entries, (N,).
+
+        Examples:
+            >>> torch.allclose(H.diagonal(), H.to_dense().diagonal())
+            True
+        """
 
     @abstractmethod
     def _matmat(self, rhs: Tensor) -> Tensor:
-        """Product with ``rhs`` of shape (N, k), k > 0, already checked."""
+        """Return the product with ``rhs`` of shape (N, k), k > 0, which was already checked."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the operator stores."""
+        """Number of bytes that the operator stores."""
         return self.num_stored * self.dtype.itemsize
 
     @property
     def compression_rate(self) -> float:
-        """Stored floats divided by N² (the paper's %K, as a fraction)."""
+        """Number of stored floats divided by N² (the paper's %K, as a fraction)."""
         return self.num_stored / self.shape[0] ** 2
 
+    def trace(self) -> float:
+        """Return the sum of the diagonal entries, added in double precision.
+
+        Examples:
+            >>> round(H.trace() / float(H.diagonal().sum()), 10)
+            1.0
+        """
+        return float(self.diagonal().sum(dtype=torch.float64))
+
     def __matmul__(self, rhs: Tensor) -> Tensor:
-        """Product with a vector (N,) or the columns of a matrix (N, k)."""
+        """Return the product with a vector (N,) or with the columns of a matrix (N, k)."""
         self._check_vectors(rhs)
         if rhs.numel() == 0:
             return torch.zeros_like(rhs)
@@ -97,8 +166,60 @@ class SymmetricOperator(ABC):
                 return self._matmat(rhs.detach()[:, None]).squeeze(1)
             return self._matmat(rhs.detach())
 
+    def __mul__(self, factor: SupportsFloat) -> SymmetricOperator:
+        """Return the operator times a number."""
+        from hcurv.algebra import combine
+
+        if (number := as_number(factor)) is None:
+            return NotImplemented
+        return combine([(number, self)])
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: SupportsFloat) -> SymmetricOperator:
+        """Return the operator divided by a number."""
+        if (number := as_number(divisor)) is None:
+            return NotImplemented
+        return self * (1 / number)
+
+    def __neg__(self) -> SymmetricOperator:
+        """Return minus the operator."""
+        return self * -1.0
+
+    def __add__(self, other: SymmetricOperator | Tensor) -> SymmetricOperator:
+        """Return the sum with another operator, or with a dense symmetric tensor (N, N)."""
+        return self._plus(1.0, 1.0, other)
+
+    def __radd__(self, other: SymmetricOperator | Tensor) -> SymmetricOperator:
+        """Return ``other`` plus this operator."""
+        return self._plus(1.0, 1.0, other)
+
+    def __sub__(self, other: SymmetricOperator | Tensor) -> SymmetricOperator:
+        """Return the difference to another operator, or to a dense symmetric tensor (N, N)."""
+        return self._plus(1.0, -1.0, other)
+
+    def __rsub__(self, other: SymmetricOperator | Tensor) -> SymmetricOperator:
+        """Return ``other`` minus this operator."""
+        return self._plus(-1.0, 1.0, other)
+
+    def _plus(
+        self, own: float, others: float, other: SymmetricOperator | Tensor
+    ) -> SymmetricOperator:
+        """Return own·(this operator) + others·(the other one)."""
+        from hcurv.algebra import combine
+        from hcurv.sources import as_operator
+
+        if not isinstance(other, SymmetricOperator | Tensor):
+            return NotImplemented
+        return combine([(own, self), (others, as_operator(other))])
+
     def _check_vectors(self, rhs: Tensor, dtype: torch.dtype | None = None) -> None:
-        """Raise unless ``rhs`` is (N,) or (N, k), of ``dtype`` or the operator's, on its device."""
+        """Raise unless ``rhs`` is a tensor (N,) or (N, k), of the right type and device.
+
+        Args:
+            rhs: what the user passed.
+            dtype: the type that is expected; None for that of the operator.
+        """
         size = self.shape[0]
         if not isinstance(rhs, Tensor):
             raise TypeError(
@@ -123,21 +244,38 @@ class SymmetricOperator(ABC):
             )
 
     def to_dense(self) -> Tensor:
-        """The whole matrix, (N, N)."""
+        """Return the whole matrix as a tensor, (N, N).
+
+        Examples:
+            >>> dense = H.to_dense()
+            >>> torch.equal(dense, dense.T), torch.allclose(dense @ b, H @ b)
+            (True, True)
+        """
         return self @ torch.eye(self.shape[0], dtype=self.dtype, device=self.device)
 
     def to_scipy(self) -> LinearOperator:
-        """This operator for SciPy: NumPy arrays in, NumPy arrays out."""
+        """Return this operator for SciPy: it takes and returns NumPy arrays.
+
+        A complex vector is multiplied by its real and by its imaginary part.
+
+        Examples:
+            >>> linear = H.to_scipy()
+            >>> linear.shape
+            (51, 51)
+            >>> (linear @ b.numpy()).shape
+            (51,)
+        """
         from scipy.sparse.linalg import LinearOperator
 
         def product(rhs: np.ndarray) -> np.ndarray:
-            converted = torch.as_tensor(np.ascontiguousarray(rhs), device=self.device)
-            return (self @ converted.to(self.dtype)).cpu().numpy()
+            if np.iscomplexobj(rhs):
+                return product(rhs.real) + 1j * product(rhs.imag)
+            vectors = torch.as_tensor(np.ascontiguousarray(rhs), device=self.device)
+            return (self @ vectors.to(self.dtype)).cpu().numpy()
 
-        kind = torch.empty(0, dtype=self.dtype).numpy().dtype
         return LinearOperator(
             shape=self.shape,
-            dtype=kind,
+            dtype=torch.empty(0, dtype=self.dtype).numpy().dtype,
             matvec=product,
             rmatvec=product,
             matmat=product,
@@ -153,23 +291,76 @@ class SymmetricOperator(ABC):
         paper's ε_F. Norms accumulate in double precision.
 
         Args:
-            reference: the exact operator, or a dense (N, N) tensor.
+            reference: the exact operator, or a dense symmetric tensor (N, N), in either float type.
             num_probes: number of columns of X.
             seed: seed of X.
+
+        Examples:
+            >>> A.relative_error(H) < 2e-2
+            True
+            >>> H.relative_error(H.to_dense()) < 1e-12
+            True
         """
-        if tuple(reference.shape) != self.shape:
+        from hcurv.sources import as_operator
+
+        exact = as_operator(reference, "the reference")
+        if tuple(exact.shape) != self.shape:
             raise ValueError(
-                f"the reference must have shape {self.shape}; got {tuple(reference.shape)}"
+                f"the reference must have shape {self.shape}; got {tuple(exact.shape)}"
             )
-        if num_probes < 1:
-            raise ValueError(f"num_probes must be at least 1; got {num_probes}")
-        generator = torch.Generator().manual_seed(PROBE_SEED + seed)
-        probes = torch.randn(self.shape[0], num_probes, dtype=self.dtype, generator=generator).to(
-            self.device
-        )
-        expected = reference @ probes
+        num_probes = check_count(num_probes, "num_probes")
+        generator = torch.Generator().manual_seed(PROBE_SEED + check_seed(seed))
+        probes = torch.randn(self.shape[0], num_probes, dtype=self.dtype, generator=generator)
+        expected = exact @ probes.to(exact.device, exact.dtype)
+        actual = (self @ probes.to(self.device)).to(expected.device)
         norm = torch.linalg.vector_norm(expected, dtype=torch.float64)
-        error = torch.linalg.vector_norm(expected - self @ probes, dtype=torch.float64)
+        error = torch.linalg.vector_norm(expected - actual, dtype=torch.float64)
         if norm == 0:
             return 0.0 if error == 0 else float("inf")
         return float(error / norm)
+
+
+class EntryOperator(SymmetricOperator):
+    """A symmetric operator that can also be asked for its entries, as ``A[rows, cols]``.
+
+    Subclasses implement `block`.
+    """
+
+    @abstractmethod
+    def block(self, rows: Index, cols: Index) -> Tensor:
+        """Return the dense block ``rows`` x ``cols``, always with two dimensions.
+
+        Args:
+            rows: m integers in [0, N): a list, range, slice, array or tensor, or a mask (N,).
+            cols: k integers, given in the same way.
+
+        Returns:
+            The entries, (m, k).
+
+        Examples:
+            >>> torch.allclose(A.block([0, 5], slice(None)), A.to_dense()[[0, 5]])
+            True
+        """
+
+    def __getitem__(self, index: tuple[Index, Index]) -> Tensor:
+        """Return one entry ``A[i, j]`` or the dense block ``A[rows, cols]``.
+
+        Rows and cols are lists, ranges, slices, arrays, tensors or masks. As in NumPy, an integer
+        drops its axis. Unlike in NumPy, two lists select a block, not pairs of indices.
+        """
+        if not isinstance(index, tuple) or len(index) != 2:
+            raise TypeError("two indices are expected: H[i, j] or H[rows, cols]; for a row H[i, :]")
+        rows, cols = index
+        values = self.block(rows, cols)
+        if is_integer(rows):
+            return values[0, 0] if is_integer(cols) else values[0]
+        return values[:, 0] if is_integer(cols) else values
+
+
+def as_number(value: object) -> float | None:
+    """Return a real number, or a tensor of one number, as a float; None for anything else."""
+    if isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex():
+        return float(value.detach())
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return float(value)
+    return None

@@ -1,24 +1,66 @@
-"""Where entries come from: dense tensors, the user's own objects, and blocks of many at once."""
+"""Where entries and products come from: dense tensors, operators, and the user's own objects."""
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from hcurv.indexing import Index, resolve_indices
-from hcurv.operators import EntrySource, SymmetricOperator
+from hcurv.operators import EntryOperator, EntrySource, SymmetricOperator
 
-__all__ = ["DenseMatrix", "as_source", "blocks", "has_product", "structural_orders"]
+__all__ = [
+    "DenseMatrix",
+    "MatrixProduct",
+    "ProductSource",
+    "as_operator",
+    "as_source",
+    "blocks",
+    "has_product",
+    "product",
+    "structural_orders",
+]
 
-_STRIP = 2**24  # entries of a dense matrix checked at a time
-_SPOT = 64  # rows and columns of the block that is checked of any other source
-_ROUNDING = 1e3  # asymmetry allowed, in units of rounding of the largest entry
+# A dense matrix is checked in strips of this many entries, which bounds the memory of the check.
+_STRIP = 2**24
+# Of any other source, a block of this many rows and columns is checked.
+_SPOT = 64
+# Entries (i, j) and (j, i) may differ by this many units of rounding of the largest entry, because
+# sums over data points that are taken in another order differ by some tens of units.
+_ROUNDING = 1e3
 
 
-class DenseMatrix(SymmetricOperator):
-    """A dense symmetric tensor as an operator and a source of entries."""
+@runtime_checkable
+class MatrixProduct(Protocol):
+    """A symmetric matrix that can be multiplied with vectors."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(N, N)``."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the entries: float32 or float64."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the vectors."""
+
+    def __matmul__(self, rhs: Tensor, /) -> Tensor:
+        """Return the product with (N,) or (N, k)."""
+
+
+@runtime_checkable
+class ProductSource(EntrySource, Protocol):
+    """An `EntrySource` that can also be multiplied with vectors."""
+
+    def __matmul__(self, rhs: Tensor, /) -> Tensor:
+        """Return the product with (N,) or (N, k)."""
+
+
+class DenseMatrix(EntryOperator):
+    """A dense symmetric tensor as an operator and as a source of entries."""
 
     def __init__(self, values: Tensor) -> None:
         self._values = values.detach()
@@ -44,21 +86,59 @@ class DenseMatrix(SymmetricOperator):
         return self._values.numel()
 
     def diagonal(self) -> Tensor:
-        """The N diagonal entries."""
+        """Return the N diagonal entries, (N,)."""
         return self._values.diagonal().clone()
 
     def block(self, rows: Index, cols: Index) -> Tensor:
-        """The dense block ``rows`` x ``cols``."""
+        """Return the dense block ``rows`` x ``cols``."""
         row_index = resolve_indices(rows, self.shape[0], self.device, "rows")
         col_index = resolve_indices(cols, self.shape[0], self.device, "cols")
         return self._values[row_index[:, None], col_index]
 
     def blocks(self, rows: Tensor, cols: Tensor) -> Tensor:
-        """Many blocks of equal size at once: (B, m), (B, k) → (B, m, k)."""
+        """Return many blocks of equal size at once: (B, m), (B, k) → (B, m, k)."""
         return self._values[rows[:, :, None], cols[:, None, :]]
 
     def _matmat(self, rhs: Tensor) -> Tensor:
         return self._values @ rhs
+
+
+class _WrappedProduct(SymmetricOperator):
+    """The user's own object with a product, as an operator."""
+
+    def __init__(self, matrix: MatrixProduct) -> None:
+        self._matrix = matrix
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(N, N)``."""
+        return (self._matrix.shape[0], self._matrix.shape[1])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the object."""
+        return self._matrix.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """That of the object."""
+        return torch.device(self._matrix.device)
+
+    @property
+    def num_stored(self) -> int:
+        """Zero: what the object stores is not known."""
+        return 0
+
+    def diagonal(self) -> Tensor:
+        """Return the N diagonal entries, (N,), if the object offers them."""
+        if not isinstance(self._matrix, EntrySource):
+            raise TypeError(
+                f"the diagonal is needed, but {type(self._matrix).__name__} offers no diagonal()"
+            )
+        return self._matrix.diagonal()
+
+    def _matmat(self, rhs: Tensor) -> Tensor:
+        return self._matrix @ rhs
 
 
 @runtime_checkable
@@ -72,10 +152,18 @@ class _OrderedSource(Protocol):
 
 
 def blocks(source: EntrySource, rows: Tensor, cols: Tensor) -> Tensor:
-    """Blocks rows[b] x cols[b] of a source, (B, m), (B, k) → (B, m, k); index -1 stands for zeros.
+    """Return the blocks rows[b] x cols[b] of a source.
 
-    A source may offer a method ``blocks(rows, cols)`` that takes many at once; else it is asked
-    for one after the other.
+    A source may offer a method ``blocks(rows, cols)`` that computes many blocks at once. Any other
+    source is asked for one block after the other.
+
+    Args:
+        source: the matrix.
+        rows: indices, (B, m); -1 stands for a row of zeros.
+        cols: indices, (B, k); -1 stands for a column of zeros.
+
+    Returns:
+        The blocks, (B, m, k).
     """
     num_blocks, num_rows, num_cols = *rows.shape, cols.shape[1]
     if 0 in (num_blocks, num_rows, num_cols):
@@ -92,60 +180,97 @@ def blocks(source: EntrySource, rows: Tensor, cols: Tensor) -> Tensor:
     return values
 
 
-def has_product(source: EntrySource) -> bool:
-    """Whether ``source @ matrix`` is offered."""
+def has_product(source: EntrySource) -> TypeGuard[ProductSource]:
+    """Whether the source offers ``source @ vectors``."""
     return hasattr(source, "__matmul__")
 
 
+def product(source: EntrySource, vectors: Tensor) -> Tensor:
+    """Return ``source @ vectors``, (N, k), of a source that has a product.
+
+    Raises:
+        TypeError: it has none.
+    """
+    if not has_product(source):
+        raise TypeError(f"products are needed, and {type(source).__name__} has none (source @ v)")
+    return source @ vectors
+
+
 def structural_orders(source: EntrySource) -> dict[str, Tensor]:
-    """The orders of its rows that a source offers by name (a method ``orders()``)."""
+    """Return the orders of its rows that a source offers by name, in its method ``orders()``."""
     return source.orders() if isinstance(source, _OrderedSource) else {}
 
 
 def as_source(matrix: EntrySource | Tensor) -> EntrySource:
     """Check that ``matrix`` can be compressed: square, real, symmetric, finite, diagonal ≥ 0.
 
-    A dense tensor is looked at entirely; of any other source the diagonal and a small block are.
+    Every entry of a dense tensor is checked. Of any other source, the diagonal and a small block
+    are checked.
 
     Raises:
-        TypeError: it is neither a tensor nor offers the `EntrySource` protocol.
-        ValueError: it is no symmetric positive semi-definite matrix.
+        TypeError: ``matrix`` is neither a tensor nor offers the `EntrySource` protocol.
+        ValueError: it is not symmetric positive semi-definite.
     """
     if isinstance(matrix, Tensor):
-        _check_shape(tuple(matrix.shape), matrix.dtype)
-        source: EntrySource = DenseMatrix(matrix)
-        _check_dense(matrix.detach())
-    elif isinstance(matrix, EntrySource):
-        source = matrix
-        _check_shape(tuple(source.shape), source.dtype)
-        _check_spot(source)
-    else:
-        raise TypeError(
-            "a matrix to compress must be a dense tensor or offer shape, dtype, device, diagonal()"
-            f" and block(rows, cols) (hcurv.EntrySource); got {type(matrix).__name__}"
-        )
-    return source
+        _check_shape(tuple(matrix.shape), matrix.dtype, "the matrix")
+        _check_diagonal(matrix.detach().diagonal(), matrix.shape[0])
+        _check_dense(matrix.detach(), "the matrix")
+        return DenseMatrix(matrix)
+    if isinstance(matrix, EntrySource):
+        _check_shape(tuple(matrix.shape), matrix.dtype, "the matrix")
+        _check_spot(matrix)
+        return matrix
+    raise TypeError(
+        "a matrix to compress must be a dense tensor or offer shape, dtype, device, diagonal()"
+        f" and block(rows, cols) (hcurv.EntrySource); got {type(matrix).__name__}"
+    )
 
 
-def _check_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def as_operator(
+    matrix: SymmetricOperator | MatrixProduct | Tensor, name: str = "the operator"
+) -> SymmetricOperator:
+    """Return a matrix of any kind as a `SymmetricOperator`.
+
+    Args:
+        matrix: an operator, a dense symmetric tensor (N, N), or any object with ``shape``,
+            ``dtype``, ``device`` and ``@``.
+        name: what error messages call it.
+
+    Raises:
+        TypeError: ``matrix`` is none of these, or not of type float32 or float64.
+        ValueError: it is not square, or a tensor that is not symmetric or not finite.
+    """
+    if isinstance(matrix, SymmetricOperator):
+        return matrix
+    if isinstance(matrix, Tensor):
+        _check_shape(tuple(matrix.shape), matrix.dtype, name)
+        _check_dense(matrix.detach(), name)
+        return DenseMatrix(matrix)
+    if isinstance(matrix, MatrixProduct) and isinstance(matrix.dtype, torch.dtype):
+        _check_shape(tuple(matrix.shape), matrix.dtype, name)
+        return _WrappedProduct(matrix)
+    raise TypeError(
+        f"{name} must be a hcurv.SymmetricOperator, a dense torch.Tensor (N, N), or an object with"
+        f" shape, dtype, device and @; got {type(matrix).__name__}"
+    )
+
+
+def _check_shape(shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
     if len(shape) != 2 or shape[0] != shape[1] or shape[0] == 0:
-        raise ValueError(f"the matrix must be square, (N, N) with N > 0; got shape {shape}")
+        raise ValueError(f"{name} must be square, (N, N) with N > 0; got shape {shape}")
     if dtype not in (torch.float32, torch.float64):
-        raise TypeError(
-            f"the matrix must be float32 or float64; got {dtype} (convert it with .to())"
-        )
+        raise TypeError(f"{name} must be float32 or float64; got {dtype} (convert it with .to())")
 
 
-def _check_dense(values: Tensor) -> None:
+def _check_dense(values: Tensor, name: str) -> None:
     size = values.shape[0]
-    _check_diagonal(values.diagonal(), size)
     largest, asymmetry = 0.0, 0.0
     step = max(1, _STRIP // size)
     for start in range(0, size, step):
         strip = values[start : start + step]
-        largest = max(largest, _finite_max(strip))
+        largest = max(largest, _finite_max(strip, name))
         asymmetry = max(asymmetry, float((strip - values[:, start : start + step].T).abs().max()))
-    _check_asymmetry(asymmetry, largest, values.dtype)
+    _check_asymmetry(asymmetry, largest, values.dtype, name)
 
 
 def _check_spot(source: EntrySource) -> None:
@@ -160,8 +285,8 @@ def _check_spot(source: EntrySource) -> None:
             f"block(rows, cols) of {index.numel()} rows and columns must have shape"
             f" ({index.numel()}, {index.numel()}); got {tuple(spot.shape)}"
         )
-    largest = _finite_max(spot)
-    _check_asymmetry(float((spot - spot.T).abs().max()), largest, source.dtype)
+    largest = _finite_max(spot, "the matrix")
+    _check_asymmetry(float((spot - spot.T).abs().max()), largest, source.dtype, "the matrix")
     difference = float((spot.diagonal() - diagonal[index]).abs().max())
     if difference > 1e-2 * largest:
         raise ValueError(
@@ -176,7 +301,7 @@ def _check_diagonal(diagonal: Tensor, size: int) -> None:
             f"the diagonal of an N = {size} matrix must have shape ({size},);"
             f" got {tuple(diagonal.shape)}"
         )
-    _finite_max(diagonal)
+    _finite_max(diagonal, "the matrix")
     lowest = int(diagonal.argmin())
     if float(diagonal[lowest]) < 0:
         raise ValueError(
@@ -185,17 +310,17 @@ def _check_diagonal(diagonal: Tensor, size: int) -> None:
         )
 
 
-def _finite_max(values: Tensor) -> float:
+def _finite_max(values: Tensor, name: str) -> float:
     largest = float(values.abs().max())
     if largest != largest or largest == float("inf"):
-        raise ValueError("the matrix has entries that are NaN or infinite")
+        raise ValueError(f"{name} has entries that are NaN or infinite")
     return largest
 
 
-def _check_asymmetry(asymmetry: float, largest: float, dtype: torch.dtype) -> None:
+def _check_asymmetry(asymmetry: float, largest: float, dtype: torch.dtype, name: str) -> None:
     if asymmetry > _ROUNDING * torch.finfo(dtype).eps * largest:
         raise ValueError(
-            f"the matrix must be symmetric; entries (i, j) and (j, i) differ by up to"
+            f"{name} must be symmetric; entries (i, j) and (j, i) differ by up to"
             f" {asymmetry:.2e}, with entries up to {largest:.2e} (take (A + A.T) / 2 if that is"
             " what you mean)"
         )

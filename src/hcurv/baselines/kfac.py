@@ -1,40 +1,48 @@
 """K-FAC (Martens and Grosse 2015; paper, §4.3): Kronecker factors of the Fisher matrix.
 
-All structures act on the matrix V of a layer's parameters (see `kronecker_moments`):
-block-diagonal, V → G V A; block-tridiagonal, whose *inverse* is block-tridiagonal and which agrees
-with the Kronecker blocks on and next to the diagonal; full, all Kronecker blocks (the paper's last
-K-FAC equation). EKFAC (George et al. 2018) keeps the eigenvectors of A and G and measures the
-eigenvalues.
+All structures act on the matrix V of a layer's parameters (see `kronecker_moments`). The
+block-diagonal one is V → G V A. The block-tridiagonal one has a block-tridiagonal *inverse*, and
+agrees with the Kronecker blocks on the diagonal and next to it. The full one has all Kronecker
+blocks (the paper's last K-FAC equation). EKFAC (George et al. 2018) keeps the eigenvectors of A and
+G and measures the eigenvalues anew.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from hcurv.baselines.kronecker_chain import Chain, KroneckerPair
-from hcurv.baselines.kronecker_moments import (
-    LayerView,
-    Moments,
-    Piece,
-    accumulate,
-    exact_pieces,
-    sampled_pieces,
+from hcurv.baselines.kfac_factorization import KFACFactorization
+from hcurv.baselines.kronecker_chain import (
+    Chain,
+    InverseBlock,
+    InverseChain,
+    KroneckerPair,
+    damped,
 )
-from hcurv.batches import Batches, Data
-from hcurv.gauss_newton import GaussNewton
-from hcurv.indexing import check_count
-from hcurv.losses import Loss, as_loss
-from hcurv.network import check_reading, read_network
+from hcurv.baselines.kronecker_moments import (
+    GradientBatch,
+    LayerMatrix,
+    Moments,
+    add_moments,
+    gradient_batches,
+    write_layers,
+)
+from hcurv.factorized import Damping, DampingLike, NotFactorizableError, as_damping
+from hcurv.indexing import check_count, check_seed
+from hcurv.layout import ParameterLayout
+from hcurv.losses import Loss
+from hcurv.memory import require_bytes
+from hcurv.network.batches import Data
+from hcurv.network.problem import read_problem
 from hcurv.operators import SymmetricOperator
-from hcurv.precompute import check_targets, loss_scale
 
-__all__ = ["KFAC", "KFACFactors"]
+__all__ = ["KFAC"]
 
 Structure = Literal["block-diagonal", "block-tridiagonal", "full"]
 
@@ -43,15 +51,28 @@ class KFAC(SymmetricOperator):
     """A Kronecker-factored approximation of the Gauss-Newton Hessian.
 
     Args:
-        model: as for `GaussNewton`.
-        loss: as for `GaussNewton`.
-        data: as for `GaussNewton`.
+        model: the network, as for `GaussNewton`.
+        loss: the loss, as for `GaussNewton`.
+        data: the data, as for `GaussNewton`.
         structure: "block-diagonal", "block-tridiagonal" or "full" (which has no cheap inverse).
-        num_samples: samples of the targets from the model's prediction, per point; None for their
-            exact expectation.
-        ekfac: correct the eigenvalues ("block-diagonal" only).
-        seed: of the samples.
-        progress: show a progress bar.
+        num_samples: the number of targets drawn from the model's prediction for each point; None
+            takes the exact expectation over them.
+        ekfac: whether to measure the eigenvalues anew; only with "block-diagonal".
+        seed: the seed of the drawn targets.
+        progress: whether to show a progress bar.
+
+    Raises:
+        UnsupportedModelError: the model is not a chain that can be read.
+        InsufficientMemoryError: the factors would not fit into free memory.
+        TypeError, ValueError: the model, the loss, the data or an option do not fit.
+
+    Examples:
+        >>> K = hcurv.baselines.KFAC(model, loss, inputs, num_samples=None)
+        >>> K.shape, K.num_stored < H.num_stored
+        ((51, 51), True)
+        >>> E = hcurv.baselines.KFAC(model, loss, inputs, num_samples=None, ekfac=True)
+        >>> E.relative_error(H) < K.relative_error(H) < 1
+        True
     """
 
     def __init__(
@@ -75,25 +96,49 @@ class KFAC(SymmetricOperator):
             raise ValueError(f'ekfac works with structure="block-diagonal"; got "{structure}"')
         if num_samples is not None:
             num_samples = check_count(num_samples, "num_samples")
+        seed = check_seed(seed)
         self.structure: Structure = structure
-        pieces = _Pieces(model, loss, data, num_samples, seed)
-        self._network = pieces.network
-        self._views = [LayerView(layer) for layer in self._network.layers if layer.trainable]
-        count = len(self._views)
+        problem = read_problem(model, loss, data)
+        self._network = problem.network
+        self._layers = [
+            LayerMatrix(layer.parameters) for layer in self._network.layers if layer.trainable
+        ]
+        count = len(self._layers)
         reach = {"block-diagonal": 0, "block-tridiagonal": 1, "full": count}[structure]
         pairs = [(i, j) for i in range(count) for j in range(i, min(count, i + reach + 1))]
+        self._require_memory(pairs)
         passes = 2 if ekfac else 1
         with (
             torch.no_grad(),
-            tqdm(total=passes * pieces.num_points, unit="points", disable=not progress) as bar,
+            tqdm(total=passes * problem.num_points, unit="points", disable=not progress) as bar,
         ):
-            self.moments: Moments = accumulate(pieces.again(), pairs, pieces.num_points, bar.update)
-            self._eigen = _corrected(self.moments, pieces, bar) if ekfac else None
+            batches = gradient_batches(problem, num_samples, seed)
+            self.moments: Moments = add_moments(batches, pairs, problem.num_points, bar.update)
+            self._eigenbases: list[tuple[KroneckerPair, Tensor]] | None = None
+            if ekfac:  # The same seed gives the same gradients again.
+                batches = gradient_batches(problem, num_samples, seed)
+                self._eigenbases = _measure_eigenvalues(self.moments, batches, bar)
+
+    def _require_memory(self, pairs: list[tuple[int, int]]) -> None:
+        """Refuse factors that would not fit into free memory, before the data is read again."""
+        widths = [layer.num_columns for layer in self._layers]
+        heights = [layer.num_units for layer in self._layers]
+        floats = sum(widths[i] * widths[j] + heights[i] * heights[j] for i, j in pairs)
+        require_bytes(
+            2 * floats * self.dtype.itemsize,  # A sum, and the moments of one batch.
+            self.device,
+            f"the Kronecker factors of {len(self._layers)} layers",
+            (
+                'use structure="block-diagonal", if another one is asked for',
+                "freeze layers with many inputs with requires_grad_(False)",
+                "use baselines.Diagonal instead",
+            ),
+        )
 
     def __repr__(self) -> str:
-        """Size and structure in one line."""
-        kind = "EKFAC" if self._eigen is not None else "KFAC"
-        return f"{kind}(N={self.shape[0]}, structure={self.structure!r}, dtype={self.dtype})"
+        """Describe the size and the structure in one line."""
+        name = "EKFAC" if self._eigenbases is not None else "KFAC"
+        return f"{name}(N={self.shape[0]}, structure={self.structure!r}, dtype={self.dtype})"
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -102,50 +147,65 @@ class KFAC(SymmetricOperator):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the model's parameters."""
+        """The type of the model's parameters."""
         return self._network.dtype
 
     @property
     def device(self) -> torch.device:
-        """Device of the model's parameters."""
+        """The device of the model's parameters."""
         return self._network.device
 
     @property
+    def layout(self) -> ParameterLayout:
+        """Names, shapes and places of the parameters in the flat vector."""
+        return self._network.layout
+
+    @property
     def num_stored(self) -> int:
-        """Floats of all Kronecker factors."""
-        if self._eigen is not None:
-            return sum(part.numel() for parts in self._eigen for part in parts)
-        sums = (*self.moments.inputs.values(), *self.moments.gradients.values())
-        return sum(part.numel() for part in sums)
+        """The number of floats of all Kronecker factors."""
+        if self._eigenbases is not None:
+            return sum(basis.num_stored + values.numel() for basis, values in self._eigenbases)
+        factors = (*self.moments.inputs.values(), *self.moments.gradients.values())
+        return sum(factor.numel() for factor in factors)
 
     def diagonal(self) -> Tensor:
-        """The N diagonal entries."""
-        result = torch.zeros(self.shape[0], 1, dtype=self.dtype, device=self.device)
-        for number, view in enumerate(self._views):
-            if self._eigen is not None:
-                inputs, gradients, values = self._eigen[number]
-                block = gradients.square() @ values @ inputs.square().T
-            else:
-                gradients = self.moments.gradients[number, number].diagonal()
-                block = torch.outer(gradients, self.moments.inputs[number, number].diagonal())
-            view.write(result, block[None])
-        return result.squeeze(1)
+        """Compute the N diagonal entries.
+
+        Examples:
+            >>> K = hcurv.baselines.KFAC(model, loss, inputs)
+            >>> torch.allclose(K.diagonal(), K.to_dense().diagonal())
+            True
+        """
+        if self._eigenbases is not None:
+            blocks = [
+                basis.gradients.square() @ values @ basis.inputs.square().T
+                for basis, values in self._eigenbases
+            ]
+        else:
+            blocks = [
+                torch.outer(
+                    self.moments.gradients[number, number].diagonal(),
+                    self.moments.inputs[number, number].diagonal(),
+                )
+                for number in range(len(self._layers))
+            ]
+        return write_layers(self._layers, [block[None] for block in blocks]).squeeze(1)
 
     def _matmat(self, rhs: Tensor) -> Tensor:
-        values = [view.read(rhs) for view in self._views]
-        if self._eigen is not None:
+        values = [layer.read(rhs) for layer in self._layers]
+        if self._eigenbases is not None:
             values = [
-                gradients @ (scale * (gradients.T @ block @ inputs)) @ inputs.T
-                for block, (inputs, gradients, scale) in zip(values, self._eigen, strict=True)
+                basis.apply(scale * basis.apply_transposed(block))
+                for block, (basis, scale) in zip(values, self._eigenbases, strict=True)
             ]
         elif self.structure == "block-tridiagonal":
-            values = Chain.of(self._diagonal_pairs(None), self.moments).apply(values)
+            values = self._undamped_chain.apply(values)
         else:
             values = self._multiply(values)
-        return self._flat(values, rhs)
+        return write_layers(self._layers, values)
 
     def _multiply(self, values: list[Tensor]) -> list[Tensor]:
-        """All Kronecker blocks that there are."""
+        """Multiply by all Kronecker blocks that are stored."""
         result = [torch.zeros_like(block) for block in values]
         for (i, j), inputs in self.moments.inputs.items():
             gradients = self.moments.gradients[i, j]
@@ -154,154 +214,123 @@ class KFAC(SymmetricOperator):
                 result[j] += gradients.T @ values[i] @ inputs
         return result
 
-    def _flat(self, values: list[Tensor], like: Tensor) -> Tensor:
-        result = torch.empty_like(like, memory_format=torch.contiguous_format)
-        for view, block in zip(self._views, values, strict=True):
-            view.write(result, block)
-        return result
+    @cached_property
+    def _undamped_chain(self) -> Chain:
+        """The block-tridiagonal structure without damping, to multiply with."""
+        return Chain.of(self._diagonal_pairs(), self.moments).to(self.dtype)
 
-    def _diagonal_pairs(self, damping: float | None) -> list[KroneckerPair]:
-        """Factors of the diagonal blocks, with factored damping, in double precision.
+    def _diagonal_pairs(self) -> list[KroneckerPair]:
+        """The factors of the diagonal blocks, in double precision."""
+        return [
+            KroneckerPair(
+                self.moments.inputs[number, number].double(),
+                self.moments.gradients[number, number].double(),
+            )
+            for number in range(len(self._layers))
+        ]
 
-        (A + π√λ I) ⊗ (G + √λ/π I), where π² is the ratio of their mean eigenvalues (Martens and
-        Grosse 2015, §6.3).
-        """
-        result = []
-        for number in range(len(self._views)):
-            inputs = self.moments.inputs[number, number].double()
-            gradients = self.moments.gradients[number, number].double()
-            if damping is not None:
-                sizes = [float(m.trace()) / m.shape[0] for m in (inputs, gradients)]
-                ratio = math.sqrt(sizes[0] / sizes[1]) if min(sizes) > 0 else 1.0
-                inputs, gradients = inputs.clone(), gradients.clone()
-                inputs.diagonal().add_(ratio * math.sqrt(damping))
-                gradients.diagonal().add_(math.sqrt(damping) / ratio)
-            result.append(KroneckerPair(inputs, gradients))
-        return result
+    def factorize(self, damping: DampingLike) -> KFACFactorization:
+        """Invert this matrix with damping.
 
-    def factorize(self, damping: float) -> KFACFactors:
-        """What solving with this damping needs.
+        K-FAC damps its factors (Martens and Grosse 2015, §6.3): the inverted matrix has the
+        diagonal blocks (G + √λ/π I) ⊗ (A + π√λ I), where π² is the ratio of the mean eigenvalues of
+        A and G. EKFAC adds λ to its eigenvalues.
 
-        The damping is factored, as K-FAC does it; EKFAC adds it to the eigenvalues.
+        Args:
+            damping: λ > 0, one number, or numbers by the names of layers (or of parameters, if
+                those of one layer have the same number).
+
+        Raises:
+            NotFactorizableError: the structure is "full".
+            TypeError, ValueError: the damping is not positive, or not the same within a layer.
+
+        Examples:
+            >>> K = hcurv.baselines.KFAC(model, loss, inputs, ekfac=True)
+            >>> x = K.factorize(0.1).solve(b)
+            >>> torch.allclose(K @ x + 0.1 * x, b)
+            True
+            >>> K.factorize({"0": 1.0, "2": 0.1}).logdet().shape
+            torch.Size([])
         """
         if self.structure == "full":
-            raise ValueError(
+            raise NotFactorizableError(
                 'structure="full" has no cheap inverse; use hcurv.cg, or another structure'
             )
-        if not (math.isfinite(damping) and damping > 0):
-            raise ValueError(f"damping must be positive; got {damping}")
-        return KFACFactors(self, float(damping))
-
-    def solve(self, rhs: Tensor, damping: float) -> Tensor:
-        """Solve with damping; `factorize` once for several right-hand sides."""
-        return self.factorize(damping).solve(rhs)
-
-    def logdet(self, damping: float) -> Tensor:
-        """log det with damping, in double precision."""
-        return self.factorize(damping).logdet()
-
-
-class KFACFactors:
-    """A damped K-FAC approximation, ready to solve with. Made by `KFAC.factorize`."""
-
-    def __init__(self, matrix: KFAC, damping: float) -> None:
-        self.shape, self.dtype, self.damping = matrix.shape, matrix.dtype, damping
-        self._matrix = matrix
-        self._chain: Chain | None = None
-        if matrix._eigen is None:
-            moments = matrix.moments if matrix.structure == "block-tridiagonal" else None
-            self._chain = Chain.of(matrix._diagonal_pairs(damping), moments)
-
-    def solve(self, rhs: Tensor) -> Tensor:
-        """Solve for rhs, (N,) or (N, k)."""
-        matrix = self._matrix
-        matrix._check_vectors(rhs)
-        columns = rhs if rhs.ndim == 2 else rhs[:, None]
-        values = [view.read(columns) for view in matrix._views]
-        if self._chain is not None:
-            solved = self._chain.solve(values)
-        else:
-            assert matrix._eigen is not None
-            solved = [
-                gradients @ ((gradients.T @ block @ inputs) / (scale + self.damping)) @ inputs.T
-                for block, (inputs, gradients, scale) in zip(values, matrix._eigen, strict=True)
-            ]
-        return matrix._flat(solved, columns).view_as(rhs)
-
-    def logdet(self) -> Tensor:
-        """log det, in double precision."""
-        if self._chain is not None:
-            return self._chain.logdet()
-        assert self._matrix._eigen is not None
-        total = torch.zeros((), dtype=torch.float64)
-        for _, _, scale in self._matrix._eigen:
-            total = total + (scale.double() + self.damping).log().sum().cpu()
-        return total
-
-
-class _Pieces:
-    """The data as pieces of inputs and gradients, as often as needed."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: nn.Module | Loss,
-        data: Data,
-        num_samples: int | None,
-        seed: int,
-    ) -> None:
-        self._num_samples, self._seed = num_samples, seed
-        if num_samples is None:
-            self._matrix = GaussNewton(model, loss, data)
-            self.network = self._matrix.network
-            self.num_points = self._matrix.num_points
-            return
-        self.network = read_network(model)
-        self._loss = as_loss(loss)
-        self._batches = Batches(data, self.network.dtype, self.network.device)
-        self._survey = self._batches.survey()
-        check_reading(self.network, model, self._survey.first_inputs)
-        self.num_points = self._survey.num_points
-        shape = (self.num_points, self.network.num_outputs)
-        check_targets(self._loss, *shape, self._survey.targets)
-        self._scale = loss_scale(self._loss, *shape, self._survey.targets)
-
-    def again(self) -> Iterator[Piece]:
-        """From the beginning; the same samples every time."""
-        if self._num_samples is None:
-            return exact_pieces(self._matrix)
-        return sampled_pieces(
-            self.network,
-            self._loss,
-            self._scale,
-            self._batches,
-            self._survey,
-            self._num_samples,
-            self._seed,
-        )
-
-
-def _corrected(
-    moments: Moments, pieces: _Pieces, bar: tqdm[object]
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Eigenvectors of A and of G, and the curvature along their products, of each layer."""
-    count = len(moments.inputs)
-    bases = [
-        tuple(
-            torch.linalg.eigh(part[number, number].double()).eigenvectors.to(part[number, number])
-            for part in (moments.inputs, moments.gradients)
-        )
-        for number in range(count)
-    ]
-    values = [torch.zeros_like(gradients[:, :1] @ inputs[:1]) for inputs, gradients in bases]
-    for piece in pieces.again():
-        for number, (inputs, gradients) in enumerate(bases):
-            features = (piece.inputs[number] @ inputs).square_()
-            rows = piece.gradients[number]
-            if rows.ndim == 2:  # a diagonal
-                turned = rows.square() @ gradients.square()
+        resolved = as_damping(damping, self.shape[0], self.layout)
+        if isinstance(damping, Tensor) and damping.numel() > 1:
+            raise TypeError(
+                "K-FAC takes one damping for each layer, because it damps the factors of a layer;"
+                f" got a tensor of shape {tuple(damping.shape)}. Pass a number, or a mapping from"
+                f" the names of the layers ({', '.join(map(repr, self.layout.layers))}) to numbers"
+            )
+        resolved.require_positive("the factors may be singular")
+        with torch.no_grad():
+            numbers = [self._layer_damping(layer, resolved) for layer in self._layers]
+            shifts: list[tuple[float, float]] | None = None
+            if self._eigenbases is not None:
+                chain = InverseChain(
+                    [
+                        InverseBlock(basis, values + number, (values.double() + number).log().sum())
+                        for (basis, values), number in zip(self._eigenbases, numbers, strict=True)
+                    ]
+                )
             else:
-                turned = (rows @ gradients).square_().sum(1)
+                pairs, shifts = [], []
+                for pair, number in zip(self._diagonal_pairs(), numbers, strict=True):
+                    damped_pair, shift = damped(pair, number)
+                    pairs.append(damped_pair)
+                    shifts.append(shift)
+                moments = self.moments if self.structure == "block-tridiagonal" else None
+                chain = Chain.of(pairs, moments).invert().to(None, self.dtype)
+            return KFACFactorization(self._layers, chain, resolved, shifts)
+
+    def _layer_damping(self, layer: LayerMatrix, damping: Damping) -> float:
+        """Find the one number that damps all parameters of a layer."""
+        if damping.is_number:
+            return damping.number
+        values = damping.rows(layer.rows())
+        low, high = float(values.min()), float(values.max())
+        if low != high:
+            first = int(layer.rows()[0])
+            (name,) = (n for n, place in self.layout.slices.items() if place.start == first)
+            raise ValueError(
+                "K-FAC takes one damping for each layer, because it damps the factors of a layer;"
+                f" got numbers from {low} to {high} for the layer of '{name}'"
+            )
+        return low
+
+
+def _measure_eigenvalues(
+    moments: Moments, batches: Iterator[GradientBatch], bar: tqdm[object]
+) -> list[tuple[KroneckerPair, Tensor]]:
+    """Find the eigenvectors of A and G of each layer, and the curvature along their products.
+
+    Args:
+        moments: A and G of each layer.
+        batches: the inputs and gradients from which the moments were computed.
+        bar: a progress bar.
+
+    Returns:
+        For each layer the eigenvectors of A and of G, and the values (units, columns).
+    """
+    bases = [
+        KroneckerPair(
+            *(
+                torch.linalg.eigh(factor.double()).eigenvectors.to(factor)
+                for factor in (moments.inputs[pair], moments.gradients[pair])
+            )
+        )
+        for pair in moments.inputs
+    ]
+    values = [torch.zeros_like(basis.gradients[:, :1] @ basis.inputs[:1]) for basis in bases]
+    for batch in batches:
+        for number, basis in enumerate(bases):
+            features = (batch.features[number] @ basis.inputs).square_()
+            rows = batch.gradients[number]
+            if rows.ndim == 2:  # The gradients of a point are a diagonal matrix.
+                turned = rows.square() @ basis.gradients.square()
+            else:
+                turned = (rows @ basis.gradients).square_().sum(1)
             values[number].addmm_(turned.T, features)
-        bar.update(piece.inputs[0].shape[0])
-    return [(*basis, value) for basis, value in zip(bases, values, strict=True)]
+        bar.update(batch.num_points)
+    return list(zip(bases, values, strict=True))

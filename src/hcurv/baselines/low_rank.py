@@ -8,20 +8,32 @@ same number of passes, and needs nothing but products.
 
 from __future__ import annotations
 
-import math
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from hcurv.indexing import check_count
+from hcurv.factorized import (
+    Damping,
+    DampingLike,
+    DeviceLike,
+    Factorized,
+    as_damping,
+    check_float_type,
+)
+from hcurv.indexing import check_count, check_seed
+from hcurv.layout import layout_of
+from hcurv.linalg.nystrom import double_gram, leading, nystrom, orthonormal
 from hcurv.memory import require_bytes
-from hcurv.nystrom import leading, nystrom, orthonormal
 from hcurv.operators import SymmetricOperator
 
-__all__ = ["LowRank"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
-_COPIES = 7  # of the sketch at a time, at most, those of the SVD or QR included
+__all__ = ["LowRank", "LowRankFactorization"]
+
+# A build holds at most this many copies of the sketch at a time, those of its SVD or QR included.
+_COPIES = 7
 
 
 class LowRank(SymmetricOperator):
@@ -33,12 +45,18 @@ class LowRank(SymmetricOperator):
         rank: number of eigenpairs, at most N.
         method: "symmetric" (sketch of H) or "jacobian" (the paper's, sketch of J).
         oversampling: further columns of the sketch.
-        power_iterations: further rounds of products, each of which sharpens the spectrum.
+        power_iterations: further rounds of products, each of which sharpens the spectrum. Without
+            any, the error was 2.2 times the optimum on a small classifier.
         seed: of the sketch.
 
     Attributes:
         values: eigenvalues, descending, (r,), r ≤ rank: those that are zero are left out.
         vectors: orthonormal eigenvectors, (N, r).
+
+    Examples:
+        >>> L = hcurv.baselines.LowRank(H, rank=10)
+        >>> L.vectors.shape, bool((L.values.diff() <= 0).all())
+        (torch.Size([51, 10]), True)
     """
 
     def __init__(
@@ -48,7 +66,7 @@ class LowRank(SymmetricOperator):
         *,
         method: Literal["symmetric", "jacobian"] = "symmetric",
         oversampling: int = 10,
-        power_iterations: int = 0,
+        power_iterations: int = 1,
         seed: int = 0,
     ) -> None:
         size = source.shape[0]
@@ -64,13 +82,14 @@ class LowRank(SymmetricOperator):
         width = min(size, rank + oversampling)
         self._device: torch.device = source.device
         self._dtype: torch.dtype = source.dtype
+        self.layout = layout_of(source)
         require_bytes(
             _COPIES * size * width * self._dtype.itemsize,
             self._device,
             f"a sketch of {width} columns of a matrix of N = {size}",
             ("choose a smaller rank",),
         )
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(check_seed(seed))
         start = torch.randn(size, width, dtype=self._dtype, generator=generator).to(self._device)
         with torch.no_grad():
             if method == "symmetric":
@@ -106,48 +125,108 @@ class LowRank(SymmetricOperator):
         return self.vectors.numel() + self.values.numel()
 
     def diagonal(self) -> Tensor:
-        """The N diagonal entries."""
+        """The N diagonal entries.
+
+        Examples:
+            >>> L = hcurv.baselines.LowRank(H, rank=51)
+            >>> torch.allclose(L.diagonal(), H.diagonal())
+            True
+        """
         return self.vectors.square() @ self.values
 
     def _matmat(self, rhs: Tensor) -> Tensor:
-        return self._apply(self.values, rhs)
+        return self.vectors @ (self.values[:, None] * (self.vectors.T @ rhs))
 
-    def _apply(self, values: Tensor, rhs: Tensor) -> Tensor:
-        scale = values if rhs.ndim == 1 else values[:, None]
-        return self.vectors @ (scale * (self.vectors.T @ rhs))
+    def factorize(self, damping: DampingLike) -> LowRankFactorization:
+        """Factorize VΛVᵀ + D.
 
-    def solve(self, rhs: Tensor, damping: float) -> Tensor:
-        """(VΛVᵀ + damping·I)⁻¹ rhs, rhs (N,) or (N, k)."""
-        self._check_vectors(rhs)
-        damping = _check_damping(damping)
-        # 1/(λ + Λ) − 1/λ on the eigenvectors, 1/λ everywhere.
-        change = -self.values / ((self.values + damping) * damping)
+        Args:
+            damping: D, positive because a matrix of low rank is singular: a number, a tensor (N,),
+                or numbers by the names of parameters or layers.
+
+        Examples:
+            >>> L = hcurv.baselines.LowRank(H, rank=5)
+            >>> x = L.factorize(0.1).solve(b)
+            >>> torch.allclose(L @ x + 0.1 * x, b)
+            True
+        """
+        resolved = as_damping(damping, self.shape[0], self.layout)
+        resolved.require_positive("a matrix of low rank is singular")
         with torch.no_grad():
-            return rhs / damping + self._apply(change, rhs)
-
-    def logdet(self, damping: float) -> Tensor:
-        """log det(VΛVᵀ + damping·I), in double precision."""
-        damping = _check_damping(damping)
-        known = (self.values.double() + damping).log().sum()
-        rest: Tensor = known + (self.shape[0] - self.values.numel()) * math.log(damping)
-        return rest
-
-    def sample(self, num: int, damping: float, generator: torch.Generator | None = None) -> Tensor:
-        """Samples of N(0, (VΛVᵀ + damping·I)⁻¹), (num, N)."""
-        num = check_count(num, "num", least=0)
-        damping = _check_damping(damping)
-        where = self.device if generator is None else generator.device
-        noise = torch.randn(self.shape[0], num, dtype=self.dtype, device=where, generator=generator)
-        noise = noise.to(self.device)
-        change = (self.values + damping).rsqrt() - 1 / math.sqrt(damping)
-        samples = noise / math.sqrt(damping) + self._apply(change, noise)
-        return samples.T.contiguous()
+            if resolved.is_number:
+                shares = self.values.double() / resolved.number
+                return LowRankFactorization(self.vectors, shares, resolved)
+            roots = resolved.diagonal(self.shape[0], self.device).rsqrt().to(self.dtype)
+            scaled = self.vectors * self.values.sqrt() * roots[:, None]
+            basis = orthonormal(scaled)
+            triangle = double_gram(basis, scaled)
+            shares, mixing = torch.linalg.eigh(triangle @ triangle.T)
+            basis = basis @ mixing.to(basis.dtype)
+            return LowRankFactorization(basis, shares.clamp_(min=0.0), resolved)
 
 
-def _check_damping(damping: float) -> float:
-    if not (math.isfinite(damping) and damping > 0):
-        raise ValueError(f"damping must be positive: low rank alone is singular; got {damping}")
-    return float(damping)
+class LowRankFactorization(Factorized):
+    """(D^½ (I + QΣQᵀ) D^½)⁻¹ with orthonormal Q: Woodbury's formula and the determinant lemma.
+
+    Made by `LowRank.factorize`.
+
+    Args:
+        basis: Q, (N, r).
+        shares: the diagonal of Σ, (r,), in double precision.
+        damping: D.
+    """
+
+    def __init__(self, basis: Tensor, shares: Tensor, damping: Damping) -> None:
+        super().__init__(damping)
+        self._basis, self._shares = basis, shares
+        self._roots = damping.diagonal(basis.shape[0], basis.device).rsqrt()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(N, N)``."""
+        return (self._basis.shape[0], self._basis.shape[0])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the stored values."""
+        return self._basis.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the values are stored."""
+        return self._basis.device
+
+    @property
+    def num_stored(self) -> int:
+        """r (N + 1) floats."""
+        return self._basis.numel() + self._shares.numel()
+
+    def _change(self, columns: Tensor, changes: Tensor) -> Tensor:
+        """(I + Q diag(changes) Qᵀ) columns."""
+        mixed = changes[:, None].to(columns.dtype) * (self._basis.T @ columns)
+        return torch.addmm(columns, self._basis, mixed)
+
+    def _matmat(self, rhs: Tensor) -> Tensor:
+        roots = self._roots[:, None].to(rhs.dtype)
+        return roots * self._change(roots * rhs, -self._shares / (1 + self._shares))
+
+    def _half_solve(self, rhs: Tensor) -> Tensor:
+        roots = self._roots[:, None].to(rhs.dtype)
+        return roots * self._change(rhs, (1 + self._shares).rsqrt() - 1)
+
+    def _logdet(self) -> Tensor:
+        return (self._shares.log1p().sum() - 2 * self._roots.log().sum()).cpu()
+
+    def _inverse_diagonal(self) -> Tensor:
+        changes = -self._shares / (1 + self._shares)
+        return self._roots.square() * (1 + self._basis.double().square() @ changes)
+
+    def to(self, device: DeviceLike = None, dtype: torch.dtype | None = None) -> Self:
+        """This factorization on another device or in another precision."""
+        check_float_type(dtype)
+        return type(self)(
+            self._basis.to(device, dtype), self._shares.to(device), self._damping.to(device)
+        )
 
 
 def _jacobian(source: Any, start: Tensor, power_iterations: int) -> tuple[Tensor, Tensor]:

@@ -21,5 +21,5 @@ def main() -> None:
         sys.exit(130)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")  # where there is no ² or λ
+            stream.reconfigure(errors="replace")  # some terminals cannot show ² or λ
     app(sys.argv[1:] or ["--help"], prog_name="hcurv")

@@ -1,4 +1,4 @@
-"""Arrays in .npy, .npz and .safetensors files; pickles are never read."""
+"""Read and write arrays in .npy, .npz and .safetensors files. Pickles are never read."""
 
 from __future__ import annotations
 
@@ -19,33 +19,34 @@ __all__ = ["pick_data", "read_array", "read_arrays", "read_tensors", "write_arra
 _INPUTS = ("inputs", "x", "X")
 _TARGETS = ("targets", "y", "Y", "labels")
 _DAMAGES = (ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError)
-_WIDER = {"u2": np.int64, "u4": np.int64, "u8": np.int64, "f16": np.float64}  # for torch
+# These NumPy types do not exist in every version of torch, and are read as wider ones.
+_WIDER = {"u2": np.int64, "u4": np.int64, "u8": np.int64, "f16": np.float64}
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file.
+    """Read all tensors of a safetensors file.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is damaged, or no safetensors file.
+        ValueError: the file is damaged, or is not a safetensors file.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     _require(path)
     try:
-        found: dict[str, Tensor] = load_file(path)
+        tensors: dict[str, Tensor] = load_file(path)
     except SafetensorError as error:
         raise ValueError(f"{path} is truncated or no safetensors file ({error})") from error
-    return found
+    return tensors
 
 
 def read_arrays(path: Path) -> dict[str, Tensor]:
-    """All arrays of a file by name, the only one of an .npy file by the name "".
+    """Read all arrays of a file, by name. The array of an .npy file has the name "".
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is damaged, or has another format, or something else than numbers in it.
+        ValueError: the file is damaged, has another format, or holds something other than numbers.
     """
     suffix = path.suffix.lower()
     if suffix == ".safetensors":
@@ -76,16 +77,16 @@ def _to_tensor(values: np.ndarray, name: str, path: Path) -> Tensor:
     if values.dtype.kind not in "biuf":
         which = f"the array '{name}' of {path}" if name else str(path)
         raise ValueError(f"{which} must hold real numbers; got {values.dtype}")
-    kind = _WIDER.get(values.dtype.str[1:], values.dtype.newbyteorder("="))
-    return torch.from_numpy(np.ascontiguousarray(values, dtype=kind).reshape(values.shape))
+    dtype = _WIDER.get(values.dtype.str[1:], values.dtype.newbyteorder("="))
+    return torch.from_numpy(np.ascontiguousarray(values, dtype=dtype).reshape(values.shape))
 
 
 def read_array(path: Path) -> Tensor:
-    """The only array of a file.
+    """Read the only array of a file.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it has no array that can be read, or several.
+        ValueError: the file has no array that can be read, or several.
     """
     arrays = read_arrays(path)
     if len(arrays) != 1:
@@ -94,10 +95,10 @@ def read_array(path: Path) -> Tensor:
 
 
 def pick_data(arrays: Mapping[str, Tensor], path: Path) -> tuple[Tensor, Tensor | None]:
-    """Inputs and targets by their usual names; a lone array is the inputs.
+    """Find the inputs and the targets by their usual names. A single array is the inputs.
 
     Raises:
-        ValueError: no array is known to be the inputs.
+        ValueError: no array can be recognised as the inputs.
     """
     targets = next((arrays[name] for name in _TARGETS if name in arrays), None)
     inputs = next((arrays[name] for name in _INPUTS if name in arrays), None)
@@ -117,17 +118,17 @@ def _listed(arrays: Mapping[str, Tensor]) -> str:
 
 
 def write_array(path: Path, values: Tensor) -> None:
-    """Write an .npy file, whole or not at all."""
+    """Write an .npy file, completely or not at all."""
 
     def write(name: str) -> None:
-        with open(name, "wb") as stream:  # a name would get another ending
+        with open(name, "wb") as stream:  # given a name, NumPy would change its ending
             np.save(stream, values.cpu().numpy(), allow_pickle=False)
 
     write_atomically(path, write)
 
 
 def write_arrays(path: Path, arrays: Mapping[str, Tensor]) -> None:
-    """Write an .npz file, whole or not at all."""
+    """Write an .npz file, completely or not at all."""
     content: dict[str, Any] = {name: values.cpu().numpy() for name, values in arrays.items()}
 
     def write(name: str) -> None:

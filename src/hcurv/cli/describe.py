@@ -1,4 +1,4 @@
-"""Saved matrices and factorizations in plain numbers, and in words."""
+"""Describe saved matrices and factorizations, for JSON and for people."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def load_matrix(path: Path) -> HMatrix:
     """Read a compressed matrix.
 
     Raises:
-        FileNotFoundError, FileFormatError: there is none.
-        TypeError: it is a factorization.
+        FileNotFoundError, FileFormatError: there is no such matrix.
+        TypeError: the file holds a factorization.
     """
-    found = load(path)
-    if not isinstance(found, HMatrix):
+    stored = load(path)
+    if not isinstance(stored, HMatrix):
         raise TypeError(f"{path} is a factorization: the compressed matrix itself is needed")
-    return found
+    return stored
 
 
 def describe(stored: HMatrix | Factorization) -> dict[str, Any]:
-    """Everything but the values, as plain numbers and strings."""
+    """Describe everything except the values, as numbers and strings."""
     tree = stored.tree
     shared = {
         "kind": type(stored).__name__,
@@ -72,7 +72,7 @@ def _summary(level: int, ranks: Tensor) -> dict[str, float | int]:
 
 
 def facts_of(stored: HMatrix | Factorization) -> list[tuple[str, str]]:
-    """The same in words, one fact per line."""
+    """Describe the same for people: a name and a text for each line."""
     size, tree = stored.shape[0], stored.tree
     dense = format_bytes(size**2 * stored.dtype.itemsize)
     shape = f"depth {tree.depth}, ordering {tree.ordering}"
@@ -111,7 +111,7 @@ def facts_of(stored: HMatrix | Factorization) -> list[tuple[str, str]]:
 
 
 def rank_rows(matrix: HMatrix) -> list[tuple[str, ...]]:
-    """Level, nodes, and smallest, mean and largest rank, for a table."""
+    """Make the rows of a table: level, nodes, and the smallest, mean and largest rank."""
     rows = [_summary(level, ranks) for level, ranks in enumerate(matrix.ranks, start=1)]
     return [
         (str(r["level"]), str(r["nodes"]), str(r["min"]), f"{r['mean']:.1f}", str(r["max"]))

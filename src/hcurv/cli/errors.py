@@ -1,7 +1,8 @@
-"""Every error is one line on stderr, every exit code has a meaning.
+"""Every error is printed as one line on stderr, and every exit code has a meaning.
 
-0: done; 1: it cannot be done, and why; 2: wrong usage; 130: interrupted (Ctrl-C). With the
-environment variable ``HCURV_DEBUG`` set to 1 an error also shows where it comes from.
+0: the command has finished; 1: it failed, and the line says why; 2: it was used wrongly; 130: it
+was interrupted (Ctrl-C). If the environment variable ``HCURV_DEBUG`` is 1, the traceback of an
+error is printed too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _EXTRAS = {"matplotlib": "plots", "rich": "cli", "safetensors": "files", "sklear
 
 
 class Commands(TyperGroup):
-    """All commands; nothing that goes wrong in one of them gets past it."""
+    """The group of all commands. It turns whatever goes wrong in one of them into one line."""
 
     def main(
         self,
@@ -36,7 +37,7 @@ class Commands(TyperGroup):
         windows_expand_args: bool = True,
         **extra: Any,
     ) -> Any:
-        """Run a command and exit."""
+        """Run a command and exit the process."""
         try:
             with _warnings_in_one_line():
                 code = super().main(
@@ -55,8 +56,8 @@ class Commands(TyperGroup):
 
 
 def _explain(error: Exception) -> tuple[str, int]:
-    """What went wrong in one line, and the exit code."""
-    if hasattr(error, "format_message"):  # of typer: wrong usage
+    """Say in one line what went wrong, and choose the exit code."""
+    if hasattr(error, "format_message"):  # typer reports wrong usage with such errors
         context = getattr(error, "ctx", None)
         hint = "" if context is None else f" (see {context.command_path} --help)"
         return _one_line(error.format_message()) + hint, getattr(error, "exit_code", 2)
@@ -72,7 +73,7 @@ def _explain(error: Exception) -> tuple[str, int]:
 
 
 def _one_line(text: str) -> str:
-    """Lines joined by spaces, items of a list by semicolons."""
+    """Join lines with spaces, and the items of a list with semicolons."""
     result = ""
     for line in filter(None, map(str.strip, text.splitlines())):
         glue = "; " if line.startswith("- ") and not result.endswith(":") else " "

@@ -1,4 +1,7 @@
-"""Networks and losses by name: from a state dict, or from a function that makes the model."""
+"""Make the model and find the loss that a command names.
+
+The model comes from a state dict, or from a function that builds it.
+"""
 
 from __future__ import annotations
 
@@ -56,18 +59,19 @@ def make_model(
     output_activation: str | None,
     dtype: str | None,
 ) -> nn.Module:
-    """The model that weights, a factory or both describe, in evaluation mode.
+    """Make the model that weights, a factory or both describe, in evaluation mode.
 
     Args:
-        weights: safetensors file with a state dict; may be left out with a factory.
-        factory: ``package.module:function``, called without arguments; None for a chain of Linear
-            layers, as the weights have them.
-        activation: between these layers, by name.
-        output_activation: after the last of them, by name.
-        dtype: "float32" or "float64"; None for that of the weights.
+        weights: a safetensors file with a state dict. It is optional if there is a factory.
+        factory: ``package.module:function``, which is called without arguments. None means that
+            the model is the chain of Linear layers that the weights describe.
+        activation: the name of the activation between these layers.
+        output_activation: the name of the activation after the last of them.
+        dtype: "float32" or "float64"; None keeps the type of the weights.
 
     Raises:
-        ValueError, TypeError, ImportError, FileNotFoundError: there is no such model, and why.
+        ValueError, TypeError, ImportError, FileNotFoundError: the model cannot be made; the message
+            says why.
     """
     if weights is None and factory is None:
         raise ValueError("WEIGHTS are needed, a .safetensors file with a state dict, or --model")
@@ -82,23 +86,23 @@ def make_model(
         if state is not None:
             _load(model, state, f"{weights} does not fit the model of {factory}")
     tensors = dict(model.named_parameters()) if state is None else state
-    kinds = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     if dtype is not None:
         model.to(DTYPES[dtype])
-    elif len(kinds) == 1 and kinds <= set(DTYPES.values()):
-        model.to(kinds.pop())
-    elif kinds:
-        listed = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+    elif len(dtypes) == 1 and dtypes <= set(DTYPES.values()):
+        model.to(dtypes.pop())
+    elif dtypes:
+        listed = ", ".join(sorted(str(each).removeprefix("torch.") for each in dtypes))
         raise TypeError(f"the weights are {listed}: choose --dtype float32 or float64")
     return model.eval()
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file; pickles are refused.
+    """Read the tensors of a safetensors file. Pickles are refused.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no state dict in a safetensors file.
+        ValueError: the file is not a state dict in safetensors format.
     """
     if path.suffix.lower() in _PICKLES:
         raise ValueError(
@@ -115,10 +119,10 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
 def build_chain(
     state: Mapping[str, Tensor], activation: str | None, output_activation: str | None
 ) -> nn.Sequential:
-    """The Linear layers of a state dict in the order of the numbers in their names.
+    """Build the Linear layers of a state dict, in the order of the numbers in their names.
 
     Raises:
-        ValueError: it is no such chain; the message names the part at fault.
+        ValueError: the state dict is not such a chain; the message names the layer at fault.
     """
     layers = _read_layers(state)
     if len(layers) > 1 and activation is None:
@@ -130,8 +134,10 @@ def build_chain(
         rows, columns = layer.weight.shape
         with_bias = layer.bias is not None
         linear = skip_init(nn.Linear, columns, rows, bias=with_bias, dtype=layer.weight.dtype)
-        parts = {"weight": layer.weight, "bias": layer.bias}
-        linear.load_state_dict({name: part for name, part in parts.items() if part is not None})
+        values = {"weight": layer.weight, "bias": layer.bias}
+        linear.load_state_dict(
+            {key: tensor for key, tensor in values.items() if tensor is not None}
+        )
         last = layer is layers[-1]
         follower = output_activation if last else activation
         name = layer.name.replace(".", "_") or "linear"
@@ -144,10 +150,10 @@ def build_chain(
 def _read_layers(state: Mapping[str, Tensor]) -> list[_Layer]:
     weights: dict[str, Tensor] = {}
     for key, tensor in state.items():
-        name, part = _split(key)
-        if part == "weight" and tensor.ndim == 2 and tensor.numel():
+        name, _, parameter = key.rpartition(".")
+        if parameter == "weight" and tensor.ndim == 2 and tensor.numel():
             weights[name] = tensor
-        elif part != "bias" or f"{name}.weight".removeprefix(".") not in state:
+        elif parameter != "bias" or f"{name}.weight".removeprefix(".") not in state:
             raise ValueError(
                 f"'{key}' with shape {tuple(tensor.shape)} belongs to no Linear layer: {_WAY_OUT}"
             )
@@ -171,13 +177,8 @@ def _read_layers(state: Mapping[str, Tensor]) -> list[_Layer]:
     return layers
 
 
-def _split(key: str) -> tuple[str, str]:
-    name, _, part = key.rpartition(".")
-    return name, part
-
-
 def _ordered(names: list[str]) -> list[str]:
-    """By the numbers in them; files have their keys sorted as text, "10" before "2"."""
+    """Sort names by the numbers in them. Files sort their keys as text, "10" before "2"."""
     patterns = {re.sub(r"\d+", "#", name): name for name in names}
     if len(patterns) > 1:
         first, second = list(patterns.values())[:2]
@@ -194,10 +195,10 @@ def _call_factory(factory: str) -> nn.Module:
         raise ValueError(f"--model must look like package.module:function; got {factory!r}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    with redirect_stdout(sys.stderr):  # stdout is for results
+    with redirect_stdout(sys.stderr):  # only results go to stdout
         try:
             module = importlib.import_module(module_name)
-        except Exception as error:  # whatever its code raises
+        except Exception as error:  # the code of the module may raise anything
             raise ImportError(f"--model: {module_name} cannot be imported: {error}") from error
         function = getattr(module, function_name, None)
         if not callable(function):
@@ -218,5 +219,5 @@ def _call_factory(factory: str) -> nn.Module:
 def _load(model: nn.Module, state: Mapping[str, Tensor], problem: str) -> None:
     try:
         model.load_state_dict(state)
-    except RuntimeError as error:  # names all keys that are missing or left over
+    except RuntimeError as error:  # it lists all keys that are missing or not used
         raise ValueError(f"{problem}: {error}") from error

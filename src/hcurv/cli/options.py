@@ -99,7 +99,7 @@ Json: TypeAlias = Annotated[
 
 @dataclass(frozen=True)
 class Given:
-    """What a command was told of model and data; see the options of the same names."""
+    """What a command was told about the model and the data, by the options of the same names."""
 
     weights: Path | None
     model: str | None
@@ -113,10 +113,10 @@ class Given:
 
     @property
     def files(self) -> tuple[Path | str | None, ...]:
-        """What may be read, and must not be replaced."""
+        """The files that the command reads, and therefore must not replace."""
         return (self.weights, self.data)
 
 
 def examples(*lines: str) -> str:
-    """The last paragraph of a help text, its lines kept."""
+    """Make the last paragraph of a help text, whose lines are not wrapped."""
     return "\n".join(("\b", "Examples:", *(f"  {line}" for line in lines)))

@@ -1,4 +1,7 @@
-"""Results on stdout, as tables or as one JSON document, and in files; all else is for stderr."""
+"""Print results to stdout, as tables or as one JSON document, and check where files may go.
+
+Everything that is not a result goes to stderr.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,12 @@ __all__ = [
     "shows_progress",
 ]
 
-_WIDTH = 160  # of tables in files and pipes
+# A table that does not go to a terminal may be this many characters wide.
+_WIDTH = 160
 
 
 def print_json(document: Mapping[str, Any]) -> None:
-    """The document as JSON, with null for what is not finite."""
+    """Print a document as JSON, with null for numbers that are not finite."""
     print(json.dumps(_plain(document), indent=2, allow_nan=False))
 
 
@@ -40,18 +44,18 @@ def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return _plain(asdict(value))
     if isinstance(value, Mapping):
-        return {str(name): _plain(part) for name, part in value.items()}
+        return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, Path):
         return str(value)
     if hasattr(value, "tolist"):  # tensors and arrays
         return _plain(value.tolist())
     if isinstance(value, Iterable):
-        return [_plain(part) for part in value]
+        return [_plain(item) for item in value]
     raise TypeError(f"no JSON is known for {type(value).__name__}")
 
 
 def print_document(document: Mapping[str, Any], as_json: bool) -> None:
-    """The document as JSON, or else its numbers and texts, one per line."""
+    """Print a document as JSON, or its numbers and texts line by line."""
     if as_json:
         print_json(document)
     else:
@@ -61,8 +65,8 @@ def print_document(document: Mapping[str, Any], as_json: bool) -> None:
 
 def _in_words(value: Any) -> str:
     if isinstance(value, Mapping):
-        known = {name: part for name, part in value.items() if part is not None}
-        return ", ".join(f"{name} {_in_words(part)}" for name, part in known.items())
+        known = {name: item for name, item in value.items() if item is not None}
+        return ", ".join(f"{name} {_in_words(item)}" for name, item in known.items())
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
@@ -77,7 +81,7 @@ def _print(table: Table) -> None:
 
 
 def print_facts(facts: Iterable[tuple[str, str]]) -> None:
-    """Names and values, one per line."""
+    """Print names and values, one pair in each line."""
     from rich.table import Table
 
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
@@ -89,7 +93,7 @@ def print_facts(facts: Iterable[tuple[str, str]]) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table; its first column and those without a name are text, the others numbers."""
+    """Print a table. The first column and columns without a name hold text, the others numbers."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
@@ -104,15 +108,19 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 def check_out(
     path: Path | None, *inputs: Path | str | None, suffixes: Sequence[str] = ()
 ) -> Path | None:
-    """The path, if a file can be written there; to be asked before any work is done.
+    """Check, before any work is done, that a file can be written to a path.
 
     Args:
-        path: of the file to write, or None for none.
-        inputs: files that are read, which it must not replace.
-        suffixes: endings that its name may have; any, if none are given.
+        path: the file to write, or None if there is none.
+        inputs: the files that are read. The new file must not replace them.
+        suffixes: the endings that its name may have. If there are none, any will do.
+
+    Returns:
+        The path.
 
     Raises:
-        FileNotFoundError, IsADirectoryError, PermissionError, ValueError: it cannot, and why.
+        FileNotFoundError, IsADirectoryError, PermissionError, ValueError: no file can be written
+            there; the message says why.
     """
     if path is None:
         return None
@@ -127,5 +135,5 @@ def check_out(
 
 
 def shows_progress(wanted: bool | None) -> bool:
-    """Whether to show progress bars; if nobody says so, where somebody sees them."""
+    """Decide about progress bars: as wanted, and by default only if stderr is a terminal."""
     return sys.stderr.isatty() if wanted is None else wanted

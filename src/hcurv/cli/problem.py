@@ -1,4 +1,4 @@
-"""What a command was given, read: a model, a loss and data."""
+"""Read the model, the loss and the data that a command was given."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Problem:
     """The arguments of `hcurv.GaussNewton` and `hcurv.compare`.
 
     Attributes:
-        model: in evaluation mode.
-        loss: its mean over the data.
-        data: inputs, (n, features), with targets if there are any.
+        model: the network, in evaluation mode.
+        loss: the loss, averaged over the data.
+        data: the inputs, (n, features), with the targets if there are any.
     """
 
     model: nn.Module
@@ -34,10 +34,11 @@ class Problem:
 
 
 def read_problem(given: Given) -> Problem:
-    """Read model and data.
+    """Read the model and the data.
 
     Raises:
-        ValueError, TypeError, ImportError, FileNotFoundError: they cannot be read, and why.
+        ValueError, TypeError, ImportError, FileNotFoundError: they cannot be read; the message says
+            why.
     """
     model = make_model(
         given.weights, given.model, given.activation, given.output_activation, given.dtype
@@ -85,14 +86,14 @@ def _read_data(given: Given) -> tuple[Tensor, Tensor | None]:
             inputs, labels = datasets.digits()
         else:
             inputs, labels = readers[given.data](given.data_dir)
-    except FileNotFoundError as error:  # which speaks of another option
+    except FileNotFoundError as error:  # the message names the option of another program
         raise FileNotFoundError(str(error).replace("--data", "--data-dir")) from error
-    # Labels say nothing about outputs that are no classes.
+    # Labels are targets only for a loss whose outputs are classes.
     return inputs, labels if given.loss == "cross-entropy" else None
 
 
 def _convert_targets(targets: Tensor, loss: str, dtype: torch.dtype) -> Tensor:
-    """Labels stay labels; all other targets look like outputs, (n, outputs)."""
+    """Keep labels as they are, and give all other targets the shape of the outputs."""
     if loss == "cross-entropy" and not targets.is_floating_point():
         return targets.long()
     if loss == "cross-entropy":

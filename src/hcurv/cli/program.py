@@ -17,7 +17,7 @@ app = typer.Typer(
     cls=Commands,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # quick, and examples can be copied
+    rich_markup_mode=None,  # plain help starts faster, and its examples can be copied
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog=examples(
         *(module.EXAMPLES[0] for module in (compress, info, solve, eigs, diagonal, compare))

@@ -1,4 +1,4 @@
-"""The cache folder: what was downloaded or trained once."""
+"""The cache folder, which keeps what was downloaded or trained."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ CACHE_VARIABLE = "HCURV_CACHE"
 
 
 def cache_directory() -> Path:
-    """``$HCURV_CACHE``, else ``$XDG_CACHE_HOME/hcurv``, else ``~/.cache/hcurv``; may not exist."""
+    """Return the path of the cache folder, which may not exist yet.
+
+    It is ``$HCURV_CACHE``, else ``$XDG_CACHE_HOME/hcurv``, else ``~/.cache/hcurv``.
+    """
     if named := os.environ.get(CACHE_VARIABLE):
         return Path(named)
     caches = os.environ.get("XDG_CACHE_HOME")

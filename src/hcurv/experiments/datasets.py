@@ -1,10 +1,12 @@
-"""MNIST, Fashion-MNIST and CIFAR-10 from files, scikit-learn's digits from its package.
+"""Read MNIST, Fashion-MNIST and CIFAR-10 from files, and the digits from scikit-learn.
 
-Images come flattened, scaled to [0, 1] and not normalised any further, in the original order.
+Images are flattened, scaled to [0, 1] and not normalised any further. They keep their original
+order.
 
-Files are searched in the folder that the caller names, in the one that the environment variable
-``HCURV_DATA`` names, where Debian puts data sets, and in the cache; then they are downloaded into
-the cache. Whatever their packing, what they hold must have the checksum of the original.
+Files are searched in the folder that the caller names, in the folder that the environment variable
+``HCURV_DATA`` names, where Debian puts data sets, and in the cache. If they are nowhere, they are
+downloaded into the cache. However they are packed, their content must have the checksum of the
+original.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ __all__ = [
 ]
 
 DATA_VARIABLE = "HCURV_DATA"
-# Debian's package dataset-fashion-mnist has its files in /usr/share/datasets/fashion-mnist; the
-# other one is for a folder /usr/share/dataset-fashion-mnist.
+# Debian's package dataset-fashion-mnist puts its files into /usr/share/datasets/fashion-mnist, or
+# into /usr/share/dataset-fashion-mnist.
 SYSTEM_FOLDERS = (Path("/usr/share/datasets"), Path("/usr/share"))
 _CIFAR_PIXELS = 3 * 32 * 32
 _DAMAGES = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, tarfile.TarError)
@@ -54,12 +56,12 @@ class ImageFiles:
     """The files of a data set.
 
     Attributes:
-        title: its name.
-        folders: where its files lie within a data folder; the first is the one to recommend.
-        address: the internet folder to get them from.
-        checksums: SHA-256 of the content of every file, by the beginning of its name. For IDX files
-            this is the unpacked file, for CIFAR-10 the unpacked binary batch, to which a Python
-            batch is converted.
+        title: the name of the data set.
+        folders: where its files lie within a data folder. Messages recommend the first.
+        address: the URL of the folder from which the files are downloaded.
+        checksums: the SHA-256 of the content of every file, by the beginning of its name. For IDX
+            files this is the unpacked file; for CIFAR-10 it is the unpacked binary batch, to which
+            a Python batch is converted.
     """
 
     title: str
@@ -106,7 +108,7 @@ CIFAR10 = ImageFiles(
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """scikit-learn's 1,797 images of 8 x 8 pixels: (1797, 64) and their labels."""
+    """Read scikit-learn's 1,797 images of 8 x 8 pixels, (1797, 64), and their labels."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -114,46 +116,46 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 def mnist(directory: str | Path | None = None, train: bool = True) -> tuple[Tensor, Tensor]:
-    """MNIST: (60000 or 10000, 784) and labels, from IDX files, gzipped or not.
+    """Read MNIST, (60000 or 10000, 784), and its labels from IDX files, gzipped or not.
 
     Args:
-        directory: folder to search first, with ``mnist/`` or torchvision's ``MNIST/raw/`` in it.
-        train: the training set, or else the test set.
+        directory: the folder to search first, with ``mnist/`` or torchvision's ``MNIST/raw/``.
+        train: whether to read the training set or the test set.
 
     Raises:
-        FileNotFoundError: they are nowhere; the message says what to get and where to put it.
+        FileNotFoundError: the files are nowhere; the message says what to get and where to put it.
         ValueError: a file is damaged; the message names it.
     """
     return _read_idx_set(MNIST, directory, train)
 
 
 def fashion_mnist(directory: str | Path | None = None, train: bool = True) -> tuple[Tensor, Tensor]:
-    """Fashion-MNIST: (60000 or 10000, 784) and labels, from IDX files, gzipped or not.
+    """Read Fashion-MNIST, (60000 or 10000, 784), and its labels from IDX files, gzipped or not.
 
     Args:
-        directory: folder to search first, with ``fashion-mnist/``, torchvision's
+        directory: the folder to search first, with ``fashion-mnist/``, torchvision's
             ``FashionMNIST/raw/`` or ``dataset-fashion-mnist/`` in it. Debian's package of this name
             is found where it is.
-        train: the training set, or else the test set.
+        train: whether to read the training set or the test set.
 
     Raises:
-        FileNotFoundError: they are nowhere; the message says what to get and where to put it.
+        FileNotFoundError: the files are nowhere; the message says what to get and where to put it.
         ValueError: a file is damaged; the message names it.
     """
     return _read_idx_set(FASHION_MNIST, directory, train)
 
 
 def cifar10(directory: str | Path | None = None, train: bool = True) -> tuple[Tensor, Tensor]:
-    """CIFAR-10: (50000 or 10000, 3072) and labels, from the official binary or Python version.
+    """Read CIFAR-10, (50000 or 10000, 3072), and its labels from the binary or the Python version.
 
     Args:
-        directory: folder to search first. It or ``cifar10/`` in it has one of the archives
+        directory: the folder to search first. It or ``cifar10/`` in it has one of the archives
             ``cifar-10-binary.tar.{gz,xz}`` and ``cifar-10-python.tar.{gz,xz}``, or what they unpack
             to, ``cifar-10-batches-bin/`` or ``cifar-10-batches-py/``.
-        train: the training set, or else the test set.
+        train: whether to read the training set or the test set.
 
     Raises:
-        FileNotFoundError: they are nowhere; the message says what to get and where to put it.
+        FileNotFoundError: the files are nowhere; the message says what to get and where to put it.
         ValueError: a file is damaged; the message names it.
     """
     names = [name for name in CIFAR10.checksums if name.startswith("test") != train]
@@ -199,11 +201,19 @@ def _search_folders(directory: str | Path | None) -> Iterator[Path]:
 def _find(
     images: ImageFiles,
     directory: str | Path | None,
-    originals: list[str],  # the files to download
-    find: Callable[[Path], list[Path]],  # all that is needed, if a folder has it
-    check: Callable[[Path], object],  # of a downloaded file
+    originals: list[str],
+    find: Callable[[Path], list[Path]],
+    check: Callable[[Path], object],
 ) -> list[Path]:
-    """The first place that has everything; at last a download."""
+    """Find the first folder that has all files; if there is none, download them.
+
+    Args:
+        images: the data set.
+        directory: the folder to search first.
+        originals: the names of the files to download.
+        find: returns the paths of all files that are needed if a folder has them, else nothing.
+        check: raises ValueError for a damaged download.
+    """
     for root in _search_folders(directory):
         for folder in images.folders:
             if found := find(root / folder):
@@ -230,14 +240,16 @@ def _verify(content: bytes | memoryview, images: ImageFiles, name: str, place: s
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0].rstrip(":")  # tarfile lists all formats that it tried
+    return (
+        str(error).partition("\n")[0].rstrip(":")
+    )  # tarfile goes on with all formats that it tried
 
 
 def _read_idx_set(
     images: ImageFiles, directory: str | Path | None, train: bool
 ) -> tuple[Tensor, Tensor]:
-    part = "train" if train else "t10k"
-    names = [f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"]
+    prefix = "train" if train else "t10k"
+    names = [f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte"]
 
     def find(folder: Path) -> list[Path]:
         found = []
@@ -268,7 +280,7 @@ def _read_idx(path: Path, images: ImageFiles) -> Bytes:
 
 
 def _read_batches(path: Path, names: list[str]) -> list[Bytes]:
-    """Labels and pixels, (n, 1 + 3072) for each batch, from a folder or an archive."""
+    """Read labels and pixels, (n, 1 + 3072) for each batch, from a folder or an archive."""
     binary = path.name.startswith(("cifar-10-batches-bin", "cifar-10-binary"))
     folder, ending = ("cifar-10-batches-bin", ".bin") if binary else ("cifar-10-batches-py", "")
     if path.is_dir():

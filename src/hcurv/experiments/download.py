@@ -1,4 +1,4 @@
-"""Downloads that are complete and correct, or leave nothing behind."""
+"""Download a file completely and correctly, or leave nothing behind."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from hcurv.files import replacing
 
 __all__ = ["DownloadError", "download"]
 
-_TIMEOUT = 30.0  # seconds without an answer
+# A server that sends nothing for this many seconds is given up.
+_TIMEOUT = 30.0
 
 
 class DownloadError(OSError):
-    """Nothing came; the message is the reason in one line."""
+    """A download failed. The message gives the reason in one line."""
 
 
 def download(address: str, path: Path, check: Callable[[Path], object]) -> None:
-    """Fetch a file; an existing one is replaced only by a new one that passed the check.
+    """Fetch a file. It replaces an existing one only after it has passed the check.
 
     Args:
-        address: from where.
-        path: where to put it; folders are made as needed.
+        address: the URL to fetch.
+        path: where to put the file. Folders are created as needed.
         check: raises ValueError for a file that is not what it should be.
 
     Raises:
-        DownloadError: no connection, no such file there, or it cannot be written here.
-        ValueError: what came did not pass the check.
+        DownloadError: there is no connection or no such file, or the file cannot be written.
+        ValueError: the file that was sent did not pass the check.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

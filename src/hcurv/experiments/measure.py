@@ -1,4 +1,8 @@
-"""Time, memory and the machine: best of several repeats, peaks beyond what was there before."""
+"""Measure time and memory, and describe the machine.
+
+A time is the best of several repeats; a peak of memory counts what is used beyond what was in use
+before.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +25,17 @@ __all__ = [
 
 
 def best_time(function: Callable[[], object], repeats: int = 5, budget: float = 20.0) -> float:
-    """Seconds of the fastest of several calls; stops early once ``budget`` seconds have gone."""
+    """Return the seconds of the fastest of several calls.
+
+    There are no further calls once ``budget`` seconds have passed.
+    """
     return best_times([function], repeats, budget)[0]
 
 
 def best_times(
     functions: Sequence[Callable[[], object]], repeats: int = 5, budget: float = 20.0
 ) -> list[float]:
-    """The same of functions to be compared: their calls alternate, so that noise meets them all."""
+    """Return the best time of each function. Calls alternate, so that noise hits all alike."""
     best, begin = [float("inf")] * len(functions), time.perf_counter()
     for _ in range(repeats):
         for index, function in enumerate(functions):
@@ -41,25 +48,29 @@ def best_times(
 
 
 def sgemm_rate(size: int = 4096) -> float:
-    """Flops per second of a large float32 matrix product."""
+    """Measure the flops per second of a large float32 matrix product."""
     left, right = torch.randn(size, size), torch.randn(size, size)
     return 2 * size**3 / best_time(lambda: left @ right, repeats=15)
 
 
 def dense_product_seconds(size: int, num_columns: int = 128) -> float:
-    """Of a dense float32 matrix of some size with some columns: the unit of other times."""
+    """Time the product of a dense float32 matrix with some columns, the unit of other times."""
     dense, columns = torch.randn(size, size), torch.randn(size, num_columns)
     return best_time(lambda: dense @ columns, 7)
 
 
-# Of the measurements that are running: resident memory at most before another one, within, began.
+# Measurements may be nested, and an inner one resets the system's peak. Each entry is the peak that
+# a running measurement had reached before the latest inner one began.
 _peaks: list[int] = []
 
 
 def peak_extra_bytes(function: Callable[[], object]) -> int:
-    """Peak resident memory while ``function`` runs, beyond what was resident before (Linux)."""
+    """Measure the peak of resident memory while ``function`` runs, beyond what was in use before.
+
+    This works on Linux; the result is -1 elsewhere.
+    """
     try:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # else freed memory would hide what is taken
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # memory that was freed but kept would hide new use
         _peaks[:] = [max(peak, _status("VmHWM")) for peak in _peaks]
         Path("/proc/self/clear_refs").write_text("5")
         before = _status("VmRSS")
@@ -84,7 +95,7 @@ def _status(field: str) -> int:
 
 
 def describe_machine() -> str:
-    """One line: processor, threads, versions."""
+    """Describe the processor, the threads and the versions in one line."""
     return (
         f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__},"
         f" Python {platform.python_version()}"

@@ -1,8 +1,9 @@
-"""Pickled dictionaries of lists and byte arrays, read without executing anything.
+"""Read pickled dictionaries of lists and byte arrays without executing anything.
 
-A pickle is a program for a small stack machine, and `pickle.load` lets it call any function. Here
-the program is only looked at, by `pickletools.genops`: the few instructions that the Python batches
-of CIFAR-10 consist of are followed, and names of functions stay names. Everything else is refused.
+A pickle is a program for a small stack machine, and `pickle.load` lets it call any function. This
+module only looks at the program, with `pickletools.genops`. It follows the few instructions that
+the Python batches of CIFAR-10 consist of, and never looks up the name of a function. Everything
+else is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["read_pickled_dict"]
 
 @dataclass(frozen=True)
 class _Name:
-    """What a pickle calls by name; the name is never looked up."""
+    """The name of something that a pickle refers to. The name is never looked up."""
 
     name: str
 
@@ -32,19 +33,19 @@ _EMPTY_ARRAY, _UINT8 = _Name("an array before its values are set"), _Name("the d
 _MARK = object()
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "MARK": _MARK}
 _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-# Python 2's strings (the first two) come as text with one character for each byte.
+# The first two are Python 2's strings, which arrive as text with one character for each byte.
 _VALUES = {"SHORT_BINSTRING", "BINSTRING", "BINUNICODE", "BININT", "BININT1", "BININT2"}
 
 
 def read_pickled_dict(content: bytes) -> dict[Any, Any]:
-    """The dictionary in a pickle of protocol 2, as Python 2 and 3 write it with NumPy.
+    """Read the dictionary in a pickle of protocol 2, as Python 2 and 3 write it with NumPy.
 
     Args:
         content: the pickle. It may hold dictionaries, lists, tuples, integers, strings and arrays
             of type uint8.
 
     Raises:
-        ValueError: it is damaged, or holds anything else. Nothing of it has been executed.
+        ValueError: the pickle is damaged, or holds anything else. Nothing of it has been executed.
     """
     try:
         result = _follow(content)
@@ -114,7 +115,7 @@ def _pop_to_mark(stack: list[Any]) -> list[Any]:
 
 
 def _call(function: Any, arguments: Any) -> Any:
-    """What the three known functions would return."""
+    """Return what a call of one of the three known functions would return."""
     if function == _ENCODE and arguments[1:] == ("latin1",):
         return arguments[0].encode("latin1")
     if function == _DTYPE and arguments[0] == "u1":
@@ -125,8 +126,8 @@ def _call(function: Any, arguments: Any) -> Any:
 
 
 def _build(target: Any, state: Any) -> Any:
-    """What ``target`` would be once its state is set."""
-    if target == _UINT8:  # its state is the byte order, of which bytes have none
+    """Return what ``target`` would be after its state is set."""
+    if target == _UINT8:  # its state is the byte order, which single bytes do not have
         return _UINT8
     if target != _EMPTY_ARRAY:
         raise ValueError("a pickle that sets the state of something else than an array")

@@ -1,8 +1,9 @@
 """The networks on which figures are compared, trained by a fixed recipe.
 
-They are the paper's (section 5, "Networks and datasets"): plain SGD with batches of 128 taken in
-the order of the training set, PyTorch's default initialisation from seed 0. For quick runs there
-are two more, trained alike on scikit-learn's digits.
+They are the paper's networks (section 5, "Networks and datasets"). They start from PyTorch's
+default initialisation with seed 0 and are trained by plain SGD, with batches of 128 taken in the
+order of the training set. Two small networks on scikit-learn's digits, trained in the same way,
+serve quick runs.
 """
 
 from __future__ import annotations
@@ -31,35 +32,43 @@ __all__ = [
     "train",
 ]
 
-BATCH_SIZE = 128
-_SEED = 0
-_PROCEDURE = 1  # of `_fit`: to be raised when it changes, so that stored weights are no longer used
+# Raise this number when `_fit` changes: weights that the old procedure trained are then no longer
+# taken from the cache.
+_PROCEDURE = 1
 
 
 @dataclass(frozen=True)
 class ReferenceNetwork:
-    """A recipe.
+    """The recipe of a network: its layers, its data and how it is trained.
 
     Attributes:
-        name: the paper's name, if it is one of the paper's.
-        sizes: layer sizes, input first.
-        kind: classifiers have ReLU and cross-entropy, autoencoders softplus and a sigmoid output.
-        data: which images.
+        name: the name that the paper gives it, if the network is in the paper.
+        sizes: the layer sizes, starting with the input.
+        kind: a classifier has ReLU between its layers and the cross-entropy loss; an autoencoder
+            has softplus between its layers, a sigmoid at its output and the loss ½‖·‖².
+        data: the images that it is trained on.
+        batch_size: the number of images in each step of SGD.
+        seed: the seed of the initial weights.
     """
 
     name: str
     sizes: tuple[int, ...]
     kind: Literal["classifier", "autoencoder"]
     data: Literal["digits", "mnist", "fashion-mnist", "cifar10"]
+    batch_size: int = 128
+    seed: int = 0
 
     @property
     def num_steps(self) -> int:
-        """Steps of SGD."""
+        """The number of steps of SGD."""
         return 300 if self.kind == "classifier" else 100
 
     @property
     def rate(self) -> float:
-        """Learning rate; an autoencoder's loss is a sum over pixels."""
+        """The learning rate.
+
+        That of an autoencoder falls with the number of pixels, because its loss is a sum over them.
+        """
         return 0.1 if self.kind == "classifier" else 0.02 * _MNIST / self.sizes[-1]
 
 
@@ -93,7 +102,7 @@ class TrainedNetwork:
 def build_mlp(
     sizes: tuple[int, ...], activation: type[nn.Module], output: nn.Module | None = None
 ) -> nn.Sequential:
-    """An MLP with biases: ``activation`` between layers, ``output`` after the last."""
+    """Build an MLP with biases, ``activation`` between its layers and ``output`` after the last."""
     modules: list[nn.Module] = []
     for width_in, width_out in itertools.pairwise(sizes):
         modules += [nn.Linear(width_in, width_out), activation()]
@@ -107,7 +116,7 @@ def seeded_mlp(
     activation: type[nn.Module] = nn.ReLU,
     output: nn.Module | None = None,
 ) -> nn.Sequential:
-    """The same with PyTorch's default initialisation from a seed."""
+    """Build the same MLP with PyTorch's default initialisation from a seed."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return build_mlp(sizes, activation, output)
@@ -119,25 +128,26 @@ def train(
     cache: bool = True,
     num_steps: int | None = None,
 ) -> TrainedNetwork:
-    """Train a reference network, or take its weights from the cache.
+    """Train a reference network, or read its weights from the cache.
 
-    The result depends on nothing but the recipe, up to rounding, which also depends on the number
-    of threads, the processor and the version of torch.
+    The result depends only on the recipe, up to rounding. Rounding depends on the number of
+    threads, the processor and the version of torch.
 
     Args:
-        recipe: which.
-        data: folder with the data sets, to be searched first (see `datasets`).
-        cache: use and fill the cache folder (see `cache_directory`).
-        num_steps: instead of the recipe's; 0 leaves the initial weights.
+        recipe: the network.
+        data: the folder in which the data sets are searched first (see `datasets`).
+        cache: whether to use and fill the cache folder (see `cache_directory`).
+        num_steps: the number of steps, if it is not the recipe's. With 0 the network keeps its
+            initial weights.
     """
     num_steps = recipe.num_steps if num_steps is None else num_steps
     inputs, labels = _read_data(recipe, data)
     is_classifier = recipe.kind == "classifier"
     targets = labels if is_classifier else inputs
     if is_classifier:
-        model = seeded_mlp(recipe.sizes, _SEED)
+        model = seeded_mlp(recipe.sizes, recipe.seed)
     else:
-        model = seeded_mlp(recipe.sizes, _SEED, nn.Softplus, nn.Sigmoid())
+        model = seeded_mlp(recipe.sizes, recipe.seed, nn.Softplus, nn.Sigmoid())
     if cache:
         description = _describe(recipe, num_steps, inputs, labels)
         name = hashlib.sha256(description.encode()).hexdigest()
@@ -163,15 +173,13 @@ def _read_data(recipe: ReferenceNetwork, directory: str | Path | None) -> tuple[
 
 
 def _describe(recipe: ReferenceNetwork, num_steps: int, inputs: Tensor, labels: Tensor) -> str:
-    """All that the weights depend on, to the bit."""
-    used = num_steps * BATCH_SIZE
+    """Write down everything that the weights depend on, to the last bit."""
+    used = num_steps * recipe.batch_size
     facts = {
         **asdict(recipe),
         "procedure": _PROCEDURE,
         "num_steps": num_steps,
         "rate": recipe.rate,
-        "batch_size": BATCH_SIZE,
-        "seed": _SEED,
         "inputs": hashlib.sha256(inputs[:used].numpy().data).hexdigest(),
         "labels": hashlib.sha256(labels[:used].numpy().data).hexdigest(),
         "torch": torch.__version__,
@@ -186,15 +194,16 @@ def _fit(
 ) -> None:
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=recipe.rate)
-    num_batches = len(inputs) // BATCH_SIZE  # only whole ones, again and again
+    size = recipe.batch_size
+    num_batches = len(inputs) // size  # the last images, too few for a batch, are not used
     for step in range(num_steps):
-        start = step % num_batches * BATCH_SIZE
-        batch = slice(start, start + BATCH_SIZE)
+        start = step % num_batches * size
+        batch = slice(start, start + size)
         outputs = model(inputs[batch])
         if recipe.kind == "classifier":
             objective = criterion(outputs, targets[batch])
         else:
-            objective = (outputs - targets[batch]).square().sum() / (2 * BATCH_SIZE)
+            objective = (outputs - targets[batch]).square().sum() / (2 * size)
         optimizer.zero_grad()
         objective.backward()
         optimizer.step()

@@ -1,7 +1,7 @@
-"""Measure a table of the paper again, row by row, and write it down.
+"""Measure a table of the paper again, row by row, and write it to files.
 
-A row that is in the results already, with the same settings, is not measured again: an interrupted
-run goes on where it was.
+A row that is already in the results with the same settings is not measured again, so that an
+interrupted run continues where it stopped.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import subprocess
 import time
 from datetime import datetime, timezone
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy
@@ -44,16 +45,16 @@ def reproduce(
 
     Args:
         name: one of `TABLES`.
-        folder: to write to; made if it is not there.
+        folder: where the files go. It is created if necessary.
         quick: small networks on scikit-learn's digits, in less than a minute.
-        data: folder with data sets, as for `hcurv.experiments.datasets`.
+        data: the folder with the data sets, as for `hcurv.experiments.datasets`.
         progress: show a bar over the rows.
 
     Returns:
         The path of the rendered table.
 
     Raises:
-        ValueError: there is no such table, or the results there are not of this kind.
+        ValueError: there is no such table, or the folder holds other results under its name.
     """
     if name not in TABLES:
         raise ValueError(f"no table {name!r}: choose one of {', '.join(TABLES)}")
@@ -75,12 +76,12 @@ def reproduce(
     _draw(folder / f"{stem}.png", table, rows)
     target = folder / f"{stem}.md"
     text = _markdown(table, stem, quick, rows)
-    write_atomically(target, lambda part: Path(part).write_text(text, encoding="utf-8"))
+    write_atomically(target, lambda name: Path(name).write_text(text, encoding="utf-8"))
     return target
 
 
 def _measure(table: Table, settings: dict[str, Any], data: str | None) -> dict[str, Any]:
-    """One row, with all that is needed to judge or repeat it."""
+    """Measure one row, and record everything that is needed to judge or repeat it."""
     found: list[dict[str, Any]] = []
     start = time.perf_counter()
     peak = peak_extra_bytes(lambda: found.append(table.measure(settings, data)))
@@ -108,7 +109,7 @@ def _measure(table: Table, settings: dict[str, Any], data: str | None) -> dict[s
 
 
 def _commit() -> str | None:
-    """Of the source tree that the package is run from, with a mark if it has changes."""
+    """Return the commit of the source tree in use, marked "dirty" if the tree has changes."""
     here = Path(__file__).parent
     try:
         state = subprocess.run(
@@ -125,7 +126,7 @@ def _commit() -> str | None:
 
 
 def _read(path: Path, table: Table) -> dict[str, dict[str, Any]]:
-    """Rows of an earlier run."""
+    """Read the rows of an earlier run."""
     if not path.exists():
         return {}
     try:
@@ -150,15 +151,15 @@ def _write(path: Path, table: Table, quick: bool, rows: dict[str, dict[str, Any]
         "rows": _plain(rows),
     }
     text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    write_atomically(path, lambda part: Path(part).write_text(text, encoding="utf-8"))
+    write_atomically(path, lambda name: Path(name).write_text(text, encoding="utf-8"))
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: no NaN and no infinity."""
+    """Replace NaN and infinity, which JSON does not have, by None."""
     if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
+        return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
@@ -193,7 +194,8 @@ def _markdown(table: Table, stem: str, quick: bool, rows: list[dict[str, Any]]) 
 def _draw(path: Path, table: Table, rows: list[dict[str, Any]]) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 5.2), layout="constrained")
+    # Narrow, so that its text can be read on a phone.
+    figure = Figure(figsize=(4.8, 5.2), layout="constrained")
     table.draw(figure, [(row["settings"], row["values"]) for row in rows])
-    figure.suptitle(f"Table {table.number}: {table.title}")
-    write_atomically(path, lambda part: figure.savefig(part, dpi=120, format="png"))
+    figure.suptitle(fill(f"Table {table.number}: {table.title}", 50), fontsize=11)
+    write_atomically(path, lambda name: figure.savefig(name, dpi=180, format="png"))

@@ -1,4 +1,4 @@
-"""Trained weights in safetensors files, checked as they are read."""
+"""Keep trained weights in safetensors files, and check them when they are read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _safetensors() -> ModuleType:
 
 
 def save_weights(model: nn.Module, path: Path, description: str) -> None:
-    """Write a file, with a description for its reader; warns if there is no place for it."""
+    """Write weights and a description to a file. A warning says if it cannot be written."""
     library = _safetensors()
     weights = model.state_dict()
     metadata = {"description": description, "checksum": _checksum(weights)}
@@ -40,10 +40,11 @@ def save_weights(model: nn.Module, path: Path, description: str) -> None:
 
 
 def load_weights(model: nn.Module, path: Path) -> bool:
-    """Read what `save_weights` wrote into a model of the same shape.
+    """Load what `save_weights` wrote into a model of the same shape.
 
     Returns:
-        Whether there was such a file. A damaged one gives a warning and leaves the model alone.
+        Whether the weights were loaded. A damaged file gives a warning and leaves the model
+        unchanged.
     """
     library = _safetensors()
     from safetensors import SafetensorError, safe_open

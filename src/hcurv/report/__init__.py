@@ -1,4 +1,4 @@
-"""A comparison as one HTML page that needs nothing else."""
+"""Compare methods on one network, and write the comparison as one HTML page."""
 
 from hcurv.report.save import save_report
 

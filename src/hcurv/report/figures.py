@@ -1,7 +1,7 @@
-"""The figures of a report, as SVG to be put into HTML.
+"""Draw the figures of a report, as SVG to be put into HTML.
 
-They are narrow and their text is large, so that they can be read on a phone. Colours are those of
-Okabe and Ito, which colour-blind readers can tell apart; markers and dashes differ as well.
+They are narrow and their text is large, so that they can be read on a phone. Legends lie below the
+axes, where they hide nothing. Every method has the same colour and marker in all of them.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hcurv.hierarchical import HMatrix
-from hcurv.hierarchical.plots import draw_ranks, draw_structure
+from hcurv.hierarchical.matrix.plots import draw_ranks, draw_structure
 from hcurv.report.findings import LayerCurvature, Spectrum
+from hcurv.report.looks import BLACK, BLUE, GRAY, SKY, look_of
 from hcurv.report.page import Html
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from hcurv.comparison import ComparedMethod, Comparison
+    from hcurv.report.comparison import ComparedMethod, Comparison
 
 __all__ = [
     "LEVELS",
@@ -33,21 +34,12 @@ __all__ = [
     "structure_figures",
 ]
 
-_WIDTH = 4.3  # inches
-LEVELS = 6  # of blocks that are drawn
-_NAME = 16  # letters of the name of a layer
-_BLACK, _GRAY, _BLUE, _RED = "#000000", "#6b6b6b", "#0072B2", "#D55E00"
-_STYLES = {  # colour, marker, dashes
-    "matrix-free": (_BLACK, "x", "-"),
-    "hierarchical": (_BLUE, "o", "-"),
-    "low rank": (_RED, "s", "-"),
-    "K-FAC block-diagonal": ("#009E73", "^", "--"),
-    "K-FAC block-tridiagonal": ("#CC79A7", "v", "--"),
-    "K-FAC full": ("#F0E442", "P", "--"),
-    "EKFAC": ("#E69F00", "D", "-."),
-    "diagonal": (_GRAY, "<", ":"),
-    "blocks per unit": ("#56B4E9", ">", "-."),
-}
+# At 390 pixels, letters of a figure that is this many inches wide are about 11 pixels high.
+_WIDTH = 4.3
+# Blocks of this many levels are drawn. Those of finer levels would be too small to see.
+LEVELS = 6
+# Names of layers are cut to this many letters, so that they leave room for the figure.
+_NAME = 16
 _SETTINGS = {
     "font.size": 10,
     "axes.titlesize": 10,
@@ -66,7 +58,7 @@ _SETTINGS = {
 
 @contextmanager
 def _style() -> Iterator[None]:
-    """Matplotlib's own settings and ours, whatever the user has set."""
+    """Use Matplotlib's default settings and ours, whatever the user has set."""
     from matplotlib import style
 
     with style.context(["default", _SETTINGS]):
@@ -81,7 +73,7 @@ def _new(height: float) -> tuple[Figure, Axes]:
 
 
 def _svg(figure: Figure, name: str, label: str) -> Html:
-    """The figure for HTML: of any width, with a label, and with ids of its own."""
+    """Turn a figure into SVG that has no fixed width, has a label, and shares no id with others."""
     stream = io.StringIO()
     figure.savefig(stream, format="svg", dpi=200, metadata={"Date": None})
     text = stream.getvalue()
@@ -93,41 +85,29 @@ def _svg(figure: Figure, name: str, label: str) -> Html:
     return Html(f'{head} role="img" aria-label="{html.escape(label)}">{rest}')
 
 
-def _look(method: str) -> dict[str, Any]:
-    colour, marker, dashes = _STYLES[method]
-    edge = colour if marker == "x" else _BLACK
-    return {
-        "color": colour,
-        "marker": marker,
-        "linestyle": dashes,
-        "markeredgecolor": edge,
-        "markeredgewidth": 1.5 if marker == "x" else 0.6,
-    }
-
-
 def error_figure(
     comparison: Comparison, curves: dict[str, list[tuple[float, float]]], label: str
 ) -> Html:
-    """Error against storage; methods with curves as lines."""
+    """Draw the error against the storage. Methods that were measured more than once get lines."""
     with _style():
         figure, axes = _new(4.9)
         for method in comparison.methods:
             points = [*curves.get(method.name, []), (method.storage, method.error)]
             points = [(100 * storage, error) for storage, error in points if error > 0]
             if points:
-                look = {**_look(method.name), "markersize": 8, "label": method.name}
+                look = {**look_of(method.name).options(), "markersize": 8, "label": method.name}
                 look["linestyle"] = "-" if len(points) > 1 else "none"
                 axes.plot(*zip(*points, strict=True), **look)
-        axes.axvline(100 * comparison.storage, color=_GRAY, linestyle=":", label="budget")
+        axes.axvline(100 * comparison.storage, color=GRAY, linestyle=":", label="budget")
         axes.set(xscale="log", yscale="log")
-        axes.set(xlabel="stored numbers, % of N²", ylabel="relative error")
+        axes.set(xlabel="stored floats, % of N²", ylabel="relative error ‖H − A‖/‖H‖")
         axes.xaxis.set_major_formatter("{x:g}")
         figure.legend(loc="outside lower center", ncols=2, columnspacing=1.0, handlelength=1.8)
         return _svg(figure, "error", label)
 
 
 def structure_figures(matrix: HMatrix, labels: tuple[str, str]) -> tuple[Html, Html]:
-    """Blocks with their ranks; ranks of each level."""
+    """Draw the blocks with their ranks, and the ranks of each level."""
     with _style():
         blocks, axes = _new(3.9)
         axes.grid(False)
@@ -138,26 +118,26 @@ def structure_figures(matrix: HMatrix, labels: tuple[str, str]) -> tuple[Html, H
 
 
 def spectrum_figure(exact: Spectrum, compressed: Spectrum, damping: float, label: str) -> Html:
-    """Eigenvalues in descending order."""
+    """Draw the eigenvalues, largest first."""
     with _style():
         figure, axes = _new(3.7)
-        edge = {"markersize": 5, "markeredgecolor": _BLACK, "markeredgewidth": 0.6}
+        edge = {"markersize": 5, "markeredgecolor": BLACK, "markeredgewidth": 0.6}
         looks: dict[str, tuple[Spectrum, dict[str, Any]]] = {
-            "exact": (exact, {"color": _BLACK, "linewidth": 3.0}),
-            "hierarchical": (compressed, {"color": "#56B4E9", "marker": "o", **edge}),
+            "exact": (exact, {"color": "#b0b0b0", "linewidth": 5.0}),
+            "hierarchical": (compressed, {"color": BLUE, "marker": "o", **edge}),
         }
         for name, (spectrum, look) in looks.items():
             places = range(1, len(spectrum.values) + 1)
             every = max(1, len(places) // 16)
             axes.plot(places, spectrum.values, label=name, markevery=every, **look)
-        axes.axhline(damping, color=_RED, linestyle="--", label="damping")
+        axes.axhline(damping, color=GRAY, linestyle="--", label="damping")
         axes.set(yscale="log", xlabel="number of the eigenvalue", ylabel="eigenvalue")
         figure.legend(loc="outside lower center", ncols=3, columnspacing=1.0, handlelength=1.8)
         return _svg(figure, "spectrum", label)
 
 
 def layer_figure(layers: Sequence[LayerCurvature], label: str) -> Html:
-    """A box for each layer, on a logarithmic scale."""
+    """Draw a box for each layer: quartiles, median, and 1 and 99 % quantiles, on a log scale."""
     with _style():
         figure, axes = _new(1.2 + 0.55 * len(layers))
         names = [_layer_label(layer) for layer in layers]
@@ -165,12 +145,10 @@ def layer_figure(layers: Sequence[LayerCurvature], label: str) -> Html:
             if layer.quantiles is None:
                 continue
             least, low, median, high, most = layer.quantiles
-            axes.plot([least, most], [place, place], "|-", color=_BLACK, markersize=10)
-            axes.barh(
-                place, high - low, 0.55, left=low, color="#56B4E9", edgecolor=_BLACK, zorder=3
-            )
-            axes.plot([median, median], [place - 0.27, place + 0.27], color=_BLACK, lw=3, zorder=4)
-        axes.set(xscale="log", xlabel="curvature of a parameter", ylabel="layer")
+            axes.plot([least, most], [place, place], "|-", color=BLACK, markersize=10)
+            axes.barh(place, high - low, 0.55, left=low, color=SKY, edgecolor=BLACK, zorder=3)
+            axes.plot([median, median], [place - 0.27, place + 0.27], color=BLACK, lw=3, zorder=4)
+        axes.set(xscale="log", xlabel="curvature of a parameter, Hₖₖ", ylabel="layer")
         axes.set_yticks(range(len(names)), names)
         axes.set_ylim(len(names) - 0.4, -0.6)
         axes.grid(False, axis="y")
@@ -178,13 +156,16 @@ def layer_figure(layers: Sequence[LayerCurvature], label: str) -> Html:
 
 
 def _layer_label(layer: LayerCurvature) -> str:
-    """A name that leaves room for the figure; $ would begin a formula."""
+    """Shorten a name so that it leaves room for the figure.
+
+    Dollar signs are escaped, because Matplotlib reads them as the beginning of a formula.
+    """
     name = layer.name if len(layer.name) <= _NAME else f"…{layer.name[1 - _NAME :]}"
     return f"{name}\n{layer.shape[0]} → {layer.shape[1]}".replace("$", r"\$")
 
 
 def cg_figure(methods: Sequence[ComparedMethod], tolerance: float, label: str) -> Html:
-    """Residuals of conjugate gradients with every preconditioner."""
+    """Draw the residuals of conjugate gradients, with every method as preconditioner."""
     with _style():
         figure, axes = _new(4.9)
         for method in methods:
@@ -193,9 +174,9 @@ def cg_figure(methods: Sequence[ComparedMethod], tolerance: float, label: str) -
                 places = range(1, len(residuals) + 1)
                 marks = _marks(len(residuals))
                 name = "none (matrix-free)" if method.name == "matrix-free" else method.name
-                look = {**_look(method.name), "markersize": 6, "markevery": marks}
+                look = {**look_of(method.name).options(), "markersize": 6, "markevery": marks}
                 axes.plot(places, residuals, label=name, **look)
-        axes.axhline(tolerance, color=_GRAY, linestyle=":", label="tolerance")
+        axes.axhline(tolerance, color=GRAY, linestyle=":", label="tolerance")
         axes.set(xscale="log", yscale="log", xlabel="iteration", ylabel="relative residual")
         axes.xaxis.set_major_formatter("{x:.0f}")
         figure.legend(loc="outside lower center", ncols=2, columnspacing=1.0, handlelength=2.2)
@@ -203,7 +184,7 @@ def cg_figure(methods: Sequence[ComparedMethod], tolerance: float, label: str) -
 
 
 def _marks(count: int) -> list[int]:
-    """Points to mark on a logarithmic axis, the last among them."""
+    """Choose points that lie evenly on a logarithmic axis, and the last one, to be marked."""
     marks = {count - 1}
     place = 1.0
     while place < count:

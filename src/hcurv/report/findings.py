@@ -1,4 +1,4 @@
-"""What a report shows beyond the table of a comparison: curves, spectra, curvature per layer."""
+"""Measure what a report shows beyond the table: curves, spectra, the curvature of each layer."""
 
 from __future__ import annotations
 
@@ -11,34 +11,39 @@ import torch
 from torch import Tensor
 
 from hcurv.baselines import LowRank
-from hcurv.baselines.diagonal import parameter_blocks
-from hcurv.gauss_newton import GaussNewton
 from hcurv.hierarchical import CompressionWarning, HMatrix, compress
-from hcurv.krylov import lanczos
+from hcurv.linalg import lanczos
+from hcurv.network.gauss_newton import GaussNewton
 from hcurv.operators import SymmetricOperator
 
 if TYPE_CHECKING:
-    from hcurv.comparison import Comparison, ComparisonDetails
+    from hcurv.report.comparison import Comparison, ComparisonDetails
 
 __all__ = ["Findings", "LayerCurvature", "Spectrum", "find"]
 
-_SHARES = (0.25, 0.5)  # of the budget, for curves
-_DENSE = 2000  # rows up to which all eigenvalues are computed
-_STEPS = 256  # of Lanczos beyond that ...
-_BASIS_FLOATS = 2**28  # ... as far as they fit into this
-_MOST_VALUES = 128  # eigenvalues that are shown then
-_CONVERGED = 1e-2  # residual over eigenvalue
+# Curves show the error at these shares of the budget, and at all of it.
+_SHARES = (0.25, 0.5)
+# All eigenvalues are computed of matrices with at most this many rows, which takes a few seconds.
+_DENSE = 2000
+# Larger matrices get this many steps of the Lanczos method, or as many as these floats allow.
+_STEPS = 256
+_BASIS_FLOATS = 2**28
+# At most this many eigenvalues of a larger matrix are shown: later ones have rarely converged.
+_MOST_VALUES = 128
+# An eigenvalue has converged when its residual is at most this part of it. A figure shows no more.
+_CONVERGED = 1e-2
 _QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
-_TREE_TOLERANCE = 5e-2  # of a tree that is built to be looked at
+# The tolerance of a tree that is built only to be looked at. It is rough, so that it is built fast.
+_TREE_TOLERANCE = 5e-2
 
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Eigenvalues above rounding.
+    """The eigenvalues of a matrix that are larger than rounding errors.
 
     Attributes:
-        values: descending.
-        complete: whether these are all of them.
+        values: The eigenvalues, largest first.
+        complete: Whether these are all of them, or only the leading ones.
     """
 
     values: tuple[float, ...]
@@ -50,12 +55,13 @@ class LayerCurvature:
     """The diagonal of H over the parameters of one layer.
 
     Attributes:
-        name: of the layer.
-        shape: inputs and units.
-        num_parameters: that belong to the matrix.
-        num_zeros: entries that are exactly zero.
-        share: of the trace of H.
-        quantiles: 1, 25, 50, 75 and 99 % of the other entries; None if there are none.
+        name: The name of the layer.
+        shape: The number of inputs and of units.
+        num_parameters: How many of its parameters belong to the matrix.
+        num_zeros: How many entries are exactly zero.
+        share: The share of the layer in the trace of H.
+        quantiles: The 1, 25, 50, 75 and 99 % quantiles of the entries that are not zero. None if
+            all are zero.
     """
 
     name: str
@@ -71,12 +77,12 @@ class Findings:
     """Everything that is measured for a report.
 
     Attributes:
-        curves: storage and error of methods at shares of the budget, by their names.
-        exact: spectrum of H.
-        compressed: spectrum of the hierarchical matrix.
-        layers: curvature of each layer.
-        tree: a matrix whose blocks can be drawn: the hierarchical matrix, or where that has no
-            tree, one that is a tree alone; None if H is zero.
+        curves: Storage and error at shares of the budget, by the name of the method.
+        exact: The spectrum of H.
+        compressed: The spectrum of the hierarchical matrix.
+        layers: The curvature of each layer.
+        tree: A matrix whose blocks can be drawn. It is the hierarchical matrix itself, or, if that
+            has no tree, a matrix that was compressed as a tree alone. None if H is zero.
     """
 
     curves: dict[str, list[tuple[float, float]]]
@@ -87,7 +93,7 @@ class Findings:
 
 
 def find(comparison: Comparison, details: ComparisonDetails, curves: bool) -> Findings:
-    """Measure; ``curves`` at shares of the budget only if wanted."""
+    """Measure everything that the report shows; the curves only if ``curves`` asks for them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CompressionWarning)
         return Findings(
@@ -116,13 +122,14 @@ def _curves(
 
 
 def _smaller(comparison: Comparison, details: ComparisonDetails, share: float) -> HMatrix | None:
-    """The hierarchical matrix with a share of its storage: as it is, but of smaller ranks.
+    """Build the hierarchical matrix again with a share of its storage, by making its ranks smaller.
 
-    To plan for each budget anew would take far longer.
+    It keeps leaf size and ordering, because planning anew for each budget would take far longer.
     """
     matrix = details.compressed
     rank = int(share * matrix.global_rank)
-    options: dict[str, Any] = {"tolerance": 1.0}  # a global part alone
+    # A tolerance of 1 asks the tree for nothing, so that the global part is all there is.
+    options: dict[str, Any] = {"tolerance": 1.0}
     if matrix.tree.num_kept:
         options = {
             "max_storage": share * comparison.storage,
@@ -150,7 +157,7 @@ def _tree(details: ComparisonDetails) -> HMatrix | None:
 
 
 def _spectrum(operator: SymmetricOperator) -> Spectrum:
-    """All eigenvalues of a small matrix, those that Lanczos finds of a large one."""
+    """Return all eigenvalues of a small matrix, or those that Lanczos finds of a large one."""
     size = operator.shape[0]
     complete = size <= _DENSE
     if complete:
@@ -171,19 +178,21 @@ def _spectrum(operator: SymmetricOperator) -> Spectrum:
 def _layers(matrix: GaussNewton) -> list[LayerCurvature]:
     diagonal = matrix.diagonal().double()
     trace = float(diagonal.sum())
-    rows = parameter_blocks(matrix, "layer")
+    shapes = {
+        layer.name: (layer.in_features, layer.out_features) for layer in matrix.network.layers
+    }
+    layout = matrix.layout
     return [
-        _curvature(slot.layer.name, tuple(slot.layer.weight.shape[::-1]), diagonal[part], trace)
-        for slot, part in zip(matrix.factors.slots, rows, strict=True)
+        _curvature(name, shapes[name], diagonal[layout.select(*names).to(matrix.device)], trace)
+        for name, names in layout.layers.items()
     ]
 
 
-def _curvature(name: str, shape: tuple[int, ...], values: Tensor, trace: float) -> LayerCurvature:
+def _curvature(name: str, shape: tuple[int, int], values: Tensor, trace: float) -> LayerCurvature:
     positive = values[values > 0].cpu().numpy()
     quantiles = None
     if positive.size:
         quantiles = tuple(float(q) for q in np.quantile(positive, _QUANTILES))
     share = float(values.sum()) / trace if trace > 0 else 0.0
-    inputs, units = shape
     count = values.numel()
-    return LayerCurvature(name, (inputs, units), count, count - positive.size, share, quantiles)
+    return LayerCurvature(name, shape, count, count - positive.size, share, quantiles)

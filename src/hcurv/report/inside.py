@@ -1,4 +1,4 @@
-"""Sections that look into the matrices: blocks, spectrum, curvature of the layers."""
+"""Write the sections about the matrices themselves: blocks, spectrum, curvature of the layers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hcurv.report.findings import Findings, Spectrum
 from hcurv.report.page import Html, element, figure, table, together
 
 if TYPE_CHECKING:
-    from hcurv.comparison import Comparison
+    from hcurv.report.comparison import Comparison
 
 __all__ = ["layers", "spectrum", "structure"]
 
 
 def structure(matrix: HMatrix, tree: HMatrix | None) -> Html:
-    """What the hierarchical matrix stores, and the blocks of a tree."""
+    """Show what the hierarchical matrix stores, and the blocks of a tree."""
     parts = {
         "global part": 0 if matrix.global_part is None else matrix.global_part.num_stored,
         "leaf blocks": matrix.leaves.num_stored,
@@ -31,7 +31,7 @@ def structure(matrix: HMatrix, tree: HMatrix | None) -> Html:
             f"The hierarchical matrix is {_in_short(matrix)}. Its own estimate of its error is"
             f" {matrix.estimated_error:.1e}.",
         ),
-        table("What it stores", ("part", "numbers", "share"), rows, text=1),
+        table("What it stores", ("part", "floats", "share"), rows, text=1),
     ]
     if tree is None:
         result.append(element("p", "There is nothing to draw: all rows are zero."))
@@ -47,9 +47,8 @@ def _in_short(matrix: HMatrix) -> str:
     tree, shared = matrix.tree, f"a global part of rank {matrix.global_rank}"
     if not tree.num_kept:
         return (
-            f"{shared} and nothing else: no tree was worth its storage at this budget. So it is a"
-            " low-rank matrix itself, which a second round of products makes more accurate than the"
-            " method “low rank”"
+            f"{shared} and nothing else, because no tree was worth its storage at this budget. So"
+            " it is a low-rank matrix itself"
         )
     if tree.depth:
         own = (
@@ -70,11 +69,19 @@ def _drawn_tree(tree: HMatrix, is_own: bool) -> list[Html]:
     )
     blocks, ranks = figures.structure_figures(tree, labels)
     black = "finer levels" if tree.tree.depth > figures.LEVELS else "dense blocks"
-    caption = f"Blocks off the diagonal have factors of these ranks. Black: {black}."
+    caption = (
+        "Every square off the diagonal is a block, stored as thin factors. Its number and its"
+        f" colour are its rank. Black: {black}."
+    )
     drawn = element(
         "div",
         figure(blocks, caption, beside=False),
-        figure(ranks, f"Every dot is a block. Largest ranks by level: {listed}.", beside=False),
+        figure(
+            ranks,
+            f"Every dot is the rank of a block. The line is their mean. Largest ranks by level:"
+            f" {listed}.",
+            beside=False,
+        ),
         class_="pair",
     )
     if is_own:
@@ -82,22 +89,22 @@ def _drawn_tree(tree: HMatrix, is_own: bool) -> list[Html]:
     return [
         element(
             "p",
-            "For its blocks to be seen, the matrix was compressed once more as a tree alone:"
-            f" error {tree.estimated_error:.1e} (estimated) with {tree.compression_rate:.3%}"
-            " stored. It takes no part in the comparison.",
+            "To show what blocks look like, the matrix was compressed once more as a tree alone,"
+            f" with an estimated error of {tree.estimated_error:.1e} and"
+            f" {tree.compression_rate:.3%} of N² stored. It takes no part in the comparison.",
         ),
         drawn,
     ]
 
 
 def _share(share: float) -> Html:
-    """A number with a bar below it."""
+    """Show a share as a number with a bar below it."""
     bar = element("span", "", class_="bar", style=f"width: {100 * share:.1f}%")
     return element("div", f"{share:.1%}", bar, class_="track")
 
 
 def spectrum(comparison: Comparison, findings: Findings) -> Html:
-    """Eigenvalues of the exact and of the compressed matrix."""
+    """Show the eigenvalues of the exact and of the compressed matrix."""
     exact, compressed = findings.exact, findings.compressed
     drawn = figures.spectrum_figure(
         exact,
@@ -111,7 +118,7 @@ def spectrum(comparison: Comparison, findings: Findings) -> Html:
     kind = (
         "All eigenvalues above rounding are shown."
         if exact.complete
-        else "The leading eigenvalues are shown, as many as the Lanczos method had found."
+        else "The leading eigenvalues are shown, as many as the Lanczos method has found."
     )
     return together(
         figure(drawn, f"{kind} {count} eigenvalues of the exact matrix are above the damping."),
@@ -138,7 +145,7 @@ def _in_words(name: str, found: Spectrum) -> str:
 
 
 def layers(findings: Findings) -> Html:
-    """The diagonal of the exact matrix, layer by layer."""
+    """Show the diagonal of the exact matrix, layer by layer."""
     found = findings.layers
     medians = "; ".join(
         f"{layer.name} {'all zero' if layer.quantiles is None else f'{layer.quantiles[2]:.1e}'}"
@@ -164,10 +171,10 @@ def layers(findings: Findings) -> Html:
     return together(
         figure(
             drawn,
-            "The diagonal of the exact matrix: median, half of the entries in the box, 98 % of"
-            " them between the whiskers. Entries that are exactly zero are left out:"
-            f" {zeros:,} of {total:,} ({zeros / total:.1%}), of inputs that are always zero and of"
-            " units that are never active.",
+            "The diagonal of the exact matrix. The thick line is the median, the box holds half of"
+            " the entries, and 98 % of them lie between the whiskers. Entries that are exactly zero"
+            f" are left out: {zeros:,} of {total:,} ({zeros / total:.1%}). They belong to inputs"
+            " that are always zero and to units that are never active.",
         ),
-        table("Curvature of weights and biases; zeros left out of median and 99 %", header, rows),
+        table("Curvature of weights and biases. Median and 99 % leave out zeros", header, rows),
     )

@@ -1,6 +1,6 @@
-"""HTML by functions: elements, tables, figures, and the page around them.
+"""Write HTML by functions: elements, tables, figures, and the page around them.
 
-Whatever is not `Html` already is escaped, so that no text can become markup.
+Every text that is not `Html` already is escaped, so that no text can become markup.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ __all__ = ["Html", "element", "figure", "page", "section", "table", "together"]
 
 
 class Html(str):
-    """Text that is markup already."""
+    """Text that is markup already and must not be escaped."""
 
     __slots__ = ()
 
 
 def element(tag: str, *children: object, **attributes: object) -> Html:
-    """``<tag attributes>children</tag>``; a trailing _ of a name is dropped, others become -."""
+    """Return ``<tag attributes>children</tag>``.
+
+    Attributes are keywords: a trailing underscore is dropped, and other underscores become hyphens.
+    """
     named = "".join(
         f' {name.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"'
         for name, value in attributes.items()
@@ -31,12 +34,12 @@ def _join(children: Iterable[object]) -> str:
 
 
 def together(*parts: Html) -> Html:
-    """One after the other."""
+    """Join pieces of markup, one after the other."""
     return Html("\n".join(parts))
 
 
 def section(name: str, title: str, *children: object) -> Html:
-    """A section that can be linked to."""
+    """Return a section that can be linked to."""
     heading = element("h2", title, id=f"{name}-title")
     return element("section", heading, *children, id=name, aria_labelledby=f"{name}-title")
 
@@ -44,13 +47,13 @@ def section(name: str, title: str, *children: object) -> Html:
 def table(
     caption: str, header: Sequence[object], rows: Iterable[Sequence[object]], *, text: int = 0
 ) -> Html:
-    """A table that scrolls by itself where it is wide; the first column names the rows.
+    """Return a table that scrolls by itself where it is too wide for the page.
 
     Args:
-        caption: what it shows.
-        header: names of the columns.
-        rows: cells.
-        text: number of last columns that hold text, not numbers.
+        caption: What the table shows.
+        header: The names of the columns.
+        rows: The cells of each row. The first cell names the row.
+        text: How many of the last columns hold text instead of numbers.
     """
     first_text = len(header) - text
 
@@ -71,24 +74,25 @@ def table(
     inside = element(
         "table", element("thead", element("tr", *head)), element("tbody", *body), aria_label=caption
     )
-    # Keyboards scroll only what can have the focus. The caption stays when the table scrolls.
+    # Only elements that can have the focus can be scrolled by keyboard. The caption does not belong
+    # to the element that scrolls, so that it stays in view.
     wide = element("div", inside, class_="wide", role="region", aria_label=caption, tabindex=0)
     return Html(element("p", caption, class_="caption") + wide)
 
 
 def figure(svg: Html, caption: str, *, beside: bool = True) -> Html:
-    """A figure with its caption, which lies beside it where the page is wide, or below."""
+    """Return a figure with its caption below it, or beside it where the page is wide enough."""
     parts = (element("div", svg, class_="card"), element("figcaption", caption))
     return element("figure", *parts, class_="beside" if beside else "stacked")
 
 
 def page(title: str, lead: Html, sections: Sequence[tuple[str, str, Html]]) -> str:
-    """The whole page.
+    """Return the whole page.
 
     Args:
-        title: of the page.
-        lead: what comes first.
-        sections: name, title and content of each.
+        title: The title of the page.
+        lead: What comes first.
+        sections: The name, the title and the content of each section.
     """
     links = [element("li", element("a", name, href=f"#{key}")) for key, name, _ in sections]
     body = element(
@@ -101,7 +105,7 @@ def page(title: str, lead: Html, sections: Sequence[tuple[str, str, Html]]) -> s
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        # The page holds all that it needs, and a browser shall fetch and run nothing.
+        # The page holds all that it needs. This forbids the browser to fetch or run anything.
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\';'
         " style-src 'unsafe-inline'; img-src data:\">\n"
         f'<link rel="icon" href="data:,">\n{element("title", title)}\n'
@@ -113,12 +117,12 @@ _CSS = """\
 :root {
   color-scheme: light dark;
   --page: #ffffff; --text: #1b1b1b; --soft: #555555; --line: #d0d0d0; --tint: #eef4f9;
-  --link: #00588c; --bar: #0072b2;
+  --link: #00588c; --bar: #0072b2; --shadow: #00000040;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --page: #16181b; --text: #ececec; --soft: #b4b4b4; --line: #454a50; --tint: #20262c;
-    --link: #8fcaf2; --bar: #56b4e9;
+    --link: #8fcaf2; --bar: #56b4e9; --shadow: #ffffff50;
   }
 }
 * { box-sizing: border-box; }
@@ -136,7 +140,17 @@ nav a { display: inline-block; padding: 0.3rem 0; }
 .lead { background: var(--tint); border-left: 0.3rem solid var(--bar); padding: 0.75rem 1rem; }
 .lead ul { margin: 0; padding-left: 1.1rem; }
 .caption { color: var(--soft); font-size: 0.9rem; margin: 1.25rem 0 0.25rem; }
-.wide { overflow-x: auto; margin-bottom: 1rem; }
+/* A wide table scrolls. A shadow at an edge shows that there is more on that side. It is painted on
+   the box, and covers in the colour of the page, which move with the table, hide it at the ends. */
+.wide {
+  overflow-x: auto; margin-bottom: 1rem; padding-bottom: 0.35rem;
+  background:
+    linear-gradient(to right, var(--page) 40%, transparent) left / 2.5rem 100% no-repeat local,
+    linear-gradient(to left, var(--page) 40%, transparent) right / 2.5rem 100% no-repeat local,
+    linear-gradient(to right, var(--shadow), transparent) left / 1.1rem 100% no-repeat scroll,
+    linear-gradient(to left, var(--shadow), transparent) right / 1.1rem 100% no-repeat scroll;
+  scrollbar-width: thin;
+}
 a:focus-visible, .wide:focus-visible, pre:focus-visible, summary:focus-visible {
   outline: 0.15rem solid var(--link); outline-offset: 0.15rem;
 }

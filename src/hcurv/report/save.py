@@ -1,4 +1,4 @@
-"""Measure what is missing, draw it, and write the page."""
+"""Measure what a report needs, draw it, and write the page."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from hcurv.report.page import page
 from hcurv.report.sections import all_sections, headline
 
 if TYPE_CHECKING:
-    from hcurv.comparison import Comparison
+    from hcurv.report.comparison import Comparison
 
 __all__ = ["save_report"]
 
 
 def save_report(comparison: Comparison, path: str | PathLike[str], *, curves: bool = True) -> None:
-    """Write a comparison as one HTML page; see `Comparison.save_report`."""
+    """Write a comparison as one HTML page. See `Comparison.save_report`."""
     target = check_target(path)
     if find_spec("matplotlib") is None:
-        raise ImportError("reports need matplotlib: pip install 'hcurv[plots]'")
+        raise ImportError(
+            "reports need matplotlib, which is not installed: pip install 'hcurv[plots]'"
+        )
     if comparison.details is None:
         raise ValueError(
-            "a report needs the matrices themselves: use a comparison that hcurv.compare returned"
+            "a report needs the matrices themselves, which this comparison does not have: use a"
+            " comparison that hcurv.compare returned"
         )
     findings = find(comparison, comparison.details, curves)
     title = f"Curvature of a network with {comparison.size:,} parameters"

@@ -1,4 +1,4 @@
-"""The sections of a report, in words, tables and figures."""
+"""Write the sections of a report, in words, tables and figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hcurv.report.page import Html, element, figure, table, together
 from hcurv.report.settings import how_to_read, settings
 
 if TYPE_CHECKING:
-    from hcurv.comparison import ComparedMethod, Comparison, ComparisonDetails
+    from hcurv.report.comparison import ComparedMethod, Comparison, ComparisonDetails
 
 __all__ = ["all_sections", "headline"]
 
@@ -20,7 +20,7 @@ __all__ = ["all_sections", "headline"]
 def all_sections(
     comparison: Comparison, details: ComparisonDetails, findings: Findings
 ) -> list[tuple[str, str, Html]]:
-    """Name, title and content of each section."""
+    """Return the name, the title and the content of each section."""
     return [
         ("computed", "What was computed", _computed(comparison, details)),
         ("methods", "Error against storage", _methods(comparison, findings)),
@@ -38,22 +38,22 @@ def all_sections(
 
 
 def _percent(share: float, digits: int = 3) -> str:
-    """In percent, or where that is tiny as a power of ten."""
+    """Write a share in percent, or as a power of ten if it is tiny."""
     return f"{100 * share:.{digits}g}\u00a0%" if share >= 1e-5 or share == 0 else f"{share:.1e}"
 
 
 def _error(value: float) -> str:
-    """An estimate, with no more digits than it is worth."""
+    """Write an error with two digits, because it is an estimate."""
     return _percent(value, 2)
 
 
 def headline(comparison: Comparison) -> Html:
-    """The main numbers in plain words."""
+    """Say the main numbers in plain words."""
     found = {method.name: method for method in comparison.methods}
     ours, plain = found["hierarchical"], found["matrix-free"]
     lines = [
         f"The hierarchical matrix has a relative error of {_error(ours.error)} and stores"
-        f" {_percent(ours.storage)} of the N² numbers of the matrix.",
+        f" {_percent(ours.storage)} of the N² floats of the matrix.",
         _against_next_best(comparison, ours),
         f"It took {ours.build_seconds:.3g}\u00a0s to build, low rank"
         f" {found['low rank'].build_seconds:.3g}\u00a0s.",
@@ -69,7 +69,7 @@ def headline(comparison: Comparison) -> Html:
 
 
 def _against_next_best(comparison: Comparison, ours: ComparedMethod) -> str:
-    """Compared with what else fits into the budget."""
+    """Compare the hierarchical matrix with the best of the others that fit into the budget."""
     others = [
         method
         for method in comparison.methods
@@ -85,7 +85,7 @@ def _against_next_best(comparison: Comparison, ours: ComparedMethod) -> str:
     )
     if ours.error > 0 and best.error > ours.error:
         return f"{told}, {best.error / ours.error:.2g} times the error."
-    return f"{told}, as accurate as the hierarchical matrix or more."
+    return f"{told}. That is at least as accurate as the hierarchical matrix."
 
 
 def _iterations(method: ComparedMethod, tolerance: float) -> str:
@@ -110,8 +110,8 @@ def _computed(comparison: Comparison, details: ComparisonDetails) -> Html:
         ("Parameters, N", f"{comparison.size:,}"),
         ("Data points, n", f"{comparison.num_points:,}"),
         ("Loss", details.loss),
-        ("Type of numbers", str(matrix.dtype).removeprefix("torch.")),
-        ("Dense, H would take", format_bytes(dense)),
+        ("Type of floats", str(matrix.dtype).removeprefix("torch.")),
+        ("Size of H, if it were dense", format_bytes(dense)),
         (
             "Budget of storage",
             f"{_percent(comparison.storage)} of that, {format_bytes(comparison.storage * dense)}",
@@ -136,7 +136,7 @@ def _computed(comparison: Comparison, details: ComparisonDetails) -> Html:
     printed = element("pre", details.model, tabindex=0)
     return together(
         known,
-        table("Linear layers; those that are trained belong to the matrix", header, rows, text=2),
+        table("Linear layers. Those that are trained belong to the matrix", header, rows, text=2),
         element("details", summary, printed),
     )
 
@@ -171,19 +171,20 @@ def _methods(comparison: Comparison, findings: Findings) -> Html:
         if method.error > 0
     )
     caption = (
-        "Lower left is better. Matrix-free is exact and not drawn; it stores"
+        "Lower left is better. Both axes are logarithmic. Matrix-free is exact, so that it is not"
+        " drawn; it stores"
         f" {_percent(comparison.methods[0].storage)}."
     )
     if findings.curves:
         caption += (
-            " Lines: a quarter, a half and all of the budget. The smaller hierarchical matrices"
-            " are made like the one at full budget, with smaller ranks; planned for their own"
-            " budgets they may be better."
+            " Lines join a quarter, a half and all of the budget. The smaller hierarchical matrices"
+            " are made like the one at full budget, with smaller ranks. If they were planned for"
+            " their own budgets, they might be better."
         )
     drawn = figures.error_figure(comparison, findings.curves, label)
     return together(
         figure(drawn, caption),
-        table("Every method at the budget; “–” where it cannot solve", header, rows, text=1),
+        table("Every method at the budget. “–”: it cannot solve", header, rows, text=1),
     )
 
 
@@ -195,9 +196,9 @@ def _convergence(comparison: Comparison, details: ComparisonDetails) -> Html:
     others = [method.name for method in comparison.methods if not method.residuals]
     caption = (
         f"(H + {comparison.damping:.2e} I) x = b with the exact H and a random b, to a residual of"
-        f" {comparison.tolerance:.0e} in at most {details.max_iterations} iterations; every method"
-        " is the preconditioner once. Fewer iterations are better."
+        f" {comparison.tolerance:.0e} in at most {details.max_iterations} iterations, with each"
+        " method as preconditioner. Fewer iterations are better."
     )
     if others:
-        caption += f" Without an inverse: {', '.join(others)}."
+        caption += f" Not shown, because they cannot solve: {', '.join(others)}."
     return figure(figures.cg_figure(solving, comparison.tolerance, label), caption)

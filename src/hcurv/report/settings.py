@@ -1,4 +1,4 @@
-"""How a comparison is made again, and how its numbers are to be read."""
+"""Say how a comparison is made again, and how its numbers are to be read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hcurv.memory import format_bytes
 from hcurv.report.page import Html, element, table, together
 
 if TYPE_CHECKING:
-    from hcurv.comparison import Comparison, ComparisonDetails
+    from hcurv.report.comparison import Comparison, ComparisonDetails
 
 __all__ = ["how_to_read", "settings"]
 
@@ -21,7 +21,7 @@ _PACKAGES = ("hcurv", "torch", "numpy", "scipy", "matplotlib")
 
 
 def settings(comparison: Comparison, details: ComparisonDetails, curves: bool) -> Html:
-    """Python lines, versions and the machine."""
+    """Show the Python lines, the versions and the machine."""
     options = {
         "storage": comparison.storage,
         "damping": comparison.damping,
@@ -33,7 +33,7 @@ def settings(comparison: Comparison, details: ComparisonDetails, curves: bool) -
     listed = "".join(f"    {name}={value!r},\n" for name, value in options.items())
     lines = (
         "import hcurv\n\n"
-        "# model, loss and data as they were\n"
+        "# with the same model, loss and data\n"
         f"comparison = hcurv.compare(\n    model,\n    loss,\n    data,\n{listed})\n"
         f'comparison.save_report("report.html"{"" if curves else ", curves=False"})\n'
     )
@@ -52,19 +52,19 @@ def settings(comparison: Comparison, details: ComparisonDetails, curves: bool) -
 def _version(package: str) -> str:
     try:
         return version(package)
-    except PackageNotFoundError:  # run from a folder
+    except PackageNotFoundError:  # the package is run from a folder
         return "unknown"
 
 
 def _memory() -> str:
     try:
         return format_bytes(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    except (AttributeError, OSError, ValueError):  # not on this system
+    except (AttributeError, OSError, ValueError):  # this system does not know these names
         return "unknown"
 
 
 def how_to_read() -> Html:
-    """One short paragraph per quantity."""
+    """Explain every quantity in a short paragraph."""
     parts = [
         part for name, text in _MEANINGS for part in (element("dt", name), element("dd", text))
     ]
@@ -75,50 +75,51 @@ _MEANINGS = (
     (
         "Error",
         "‖H − A‖ / ‖H‖ in the Frobenius norm: 0 is exact, 1 is no better than the zero matrix. It"
-        " is an estimate from products with random vectors, the same for all methods, and usually"
-        " right to a tenth of itself; close calls are not decided by it. It weighs large"
-        " eigenvalues most: a small error says little about small eigenvalues.",
+        " is estimated from products with random vectors, the same for all methods, and usually"
+        " right to a tenth of itself, so that it cannot decide close calls. It is the measure for"
+        " products. It says little about solves and variances, which depend on the eigenvalues near"
+        " the damping: for those, look at the residual.",
     ),
     (
         "Storage",
-        "Stored floating-point numbers over N², those of the dense matrix; integer indices are not"
-        " counted. The hierarchical matrix and low rank fill the budget as far as they can, the"
-        " others take what they take. Matrix-free stores what exact products need, which grows"
-        " with the number of data points and not with N².",
+        "The number of stored floats, divided by N². Integer indices are not counted. The"
+        " hierarchical matrix and low rank use as much of the budget as they can; the others have"
+        " no setting for it. Matrix-free stores what exact products need, which grows with the"
+        " number of data points and not with N².",
     ),
     (
         "Build and product",
-        "Seconds on this machine, with whatever else ran on it: build once, from the model or from"
-        " the exact matrix, whose own time is that of matrix-free; product with 16 vectors, the"
-        " fastest of three.",
+        "Times on this machine, with whatever else ran on it. Building was timed once, from the"
+        " model or from the exact matrix, whose own time is that of matrix-free. The product is one"
+        " with 16 vectors, the fastest of three.",
     ),
     (
         "Residual",
-        "‖b − (H + damping·I) x‖ / ‖b‖ with the exact H and one random b, where x is what the"
-        " method alone gives for a solution. Above 1 it is worse than x = 0.",
+        "‖b − (H + damping·I) x‖ / ‖b‖ with the exact H and one random b, where x is the solution"
+        " that the method alone gives. Above 1, x is worse than zero.",
     ),
     (
         "Iterations",
-        "Of conjugate gradients on the exact matrix, with the method as preconditioner and one"
-        " random right-hand side. Another right-hand side gives somewhat other numbers. An"
-        " iteration costs one exact product and one solve with the method, so that fewer"
-        " iterations are not always less time.",
+        "The number of iterations of conjugate gradients on the exact matrix, with the method as"
+        " preconditioner and one random right-hand side. Another right-hand side gives somewhat"
+        " other numbers. An iteration costs one exact product and one solve with the method, so"
+        " that fewer iterations do not always take less time.",
     ),
     (
         "Rank",
-        "Width of the thin factors whose product is a block, or the global part. Small ranks are"
-        " what makes the storage small.",
+        "The width of the thin factors whose product is a block, or the global part. The storage is"
+        " small because ranks are small.",
     ),
     (
         "Eigenvalues",
-        "For matrices of up to 2,000 rows all of them, computed densely. Otherwise the largest, by"
-        " the Lanczos method, as far down as they had converged to about a percent. Those that are"
-        " zero to rounding are not drawn. Directions with eigenvalues far below the damping are"
-        " decided by the damping, not by the data.",
+        "Matrices of up to 2,000 rows show all of them, computed densely. Larger matrices show the"
+        " largest ones, by the Lanczos method, as far as they have converged to about a percent."
+        " Those that are zero up to rounding are not drawn. In directions whose eigenvalues are far"
+        " below the damping, the damping decides and not the data.",
     ),
     (
         "Curvature",
-        "A diagonal entry of H, exact: how fast the loss bends when one parameter moves alone."
-        " Zero means that no data point feels the parameter.",
+        "A diagonal entry of H, which is exact. It says how fast the loss bends when one parameter"
+        " moves alone. Zero means that the parameter changes the output at no data point.",
     ),
 )

@@ -1,4 +1,4 @@
-"""``hcurv compare``: all methods on one network."""
+"""``hcurv compare``: compare all methods on one network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hcurv.cli import options
 from hcurv.cli.output import check_out, print_document, print_json, print_table, shows_progress
 
 if TYPE_CHECKING:
-    from hcurv.comparison import ComparedMethod
+    from hcurv.report.comparison import ComparedMethod
 
 __all__ = ["EXAMPLES", "compare"]
 
@@ -37,7 +37,9 @@ def compare(
     storage: Annotated[float, typer.Option(help="Budget, stored floats over N².")] = 0.02,
     damping: Annotated[
         float | None,
-        typer.Option(help="Of all solves; 1e-3 of the largest eigenvalue by default."),
+        typer.Option(
+            help="The damping of all solves; by default 1e-3 times the largest eigenvalue."
+        ),
     ] = None,
     report: Annotated[Path | None, typer.Option(help="Write an HTML page with figures.")] = None,
     seed: options.Seed = 0,
@@ -46,7 +48,7 @@ def compare(
 ) -> None:
     """Compare with low rank, K-FAC and diagonals.
 
-    All of them on the same network and at one storage budget.
+    All methods get the same network and the same storage budget.
     """
     given = options.Given(
         weights,
@@ -63,10 +65,10 @@ def compare(
     if target is not None and find_spec("matplotlib") is None:
         raise ImportError("reports need matplotlib: pip install 'hcurv[plots]'")
     from hcurv.cli.problem import read_problem
-    from hcurv.comparison import compare as compare_methods
+    from hcurv.report.compare_methods import compare as compare_methods
 
     problem = read_problem(given)
-    found = compare_methods(
+    comparison = compare_methods(
         problem.model,
         problem.loss,
         problem.data,
@@ -76,13 +78,13 @@ def compare(
         progress=shows_progress(progress),
     )
     if target is not None:
-        found.save_report(target)
-    document = {**found.to_dict(), "report": target}
+        comparison.save_report(target)
+    document = {**comparison.to_dict(), "report": target}
     if as_json:
         print_json(document)
         return
     columns = ("method", "error", "storage", "build", "product", "residual", "iterations", "")
-    print_table(columns, [_row(method) for method in found.methods])
+    print_table(columns, [_row(method) for method in comparison.methods])
     print_document({name: v for name, v in document.items() if name != "methods"}, as_json)
 
 

@@ -1,4 +1,4 @@
-"""``hcurv compress``: weights and data to a compressed matrix in a file."""
+"""``hcurv compress``: compress the matrix of a network into a file."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def compress(
     assert target is not None
     from hcurv.cli.describe import describe, facts_of
     from hcurv.cli.problem import read_problem
-    from hcurv.gauss_newton import GaussNewton
     from hcurv.hierarchical import compress as compress_matrix
+    from hcurv.network.gauss_newton import GaussNewton
 
     bars = shows_progress(progress)
     problem = read_problem(given)

@@ -1,4 +1,4 @@
-"""``hcurv demo``: the three-minute demonstration."""
+"""``hcurv demo``: run the three-minute demonstration."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ EXAMPLES = ("hcurv demo", "hcurv demo pictures")
 
 
 def demo(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where pictures go.")] = Path(
-        "demo"
-    ),
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Folder for the report and the pictures.")
+    ] = Path("demo"),
     as_json: options.Json = False,
 ) -> None:
-    """Show what can be done, on scikit-learn's digits."""
+    """Show what hcurv can do, on scikit-learn's digits."""
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file: name a folder")
     from hcurv.experiments.demo import main

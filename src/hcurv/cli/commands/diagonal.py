@@ -1,4 +1,4 @@
-"""``hcurv diagonal``: the curvature of every parameter."""
+"""``hcurv diagonal``: compute the curvature of every parameter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hcurv.cli.output import check_out, print_document, print_json, print_table,
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hcurv.network import Layer
+    from hcurv.network.reading import Layer
 
 __all__ = ["EXAMPLES", "diagonal"]
 
@@ -54,7 +54,7 @@ def diagonal(
     target = check_out(out, *given.files, suffixes=(".npy",))
     from hcurv.cli.arrays import write_array
     from hcurv.cli.problem import read_problem
-    from hcurv.gauss_newton import GaussNewton
+    from hcurv.network.gauss_newton import GaussNewton
 
     problem = read_problem(given)
     matrix = GaussNewton(
@@ -89,12 +89,8 @@ def diagonal(
 def _summary(layer: Layer, diagonal: Tensor) -> dict[str, Any]:
     import torch
 
-    parts = []
-    if layer.weight_offset is not None:
-        parts.append(diagonal[layer.weight_offset :][: layer.weight.numel()])
-    if layer.bias_offset is not None:
-        parts.append(diagonal[layer.bias_offset :][: layer.out_features])
-    values = torch.cat(parts).double()
+    places = (layer.parameters.weight, layer.parameters.bias)
+    values = torch.cat([diagonal[place] for place in places if place is not None]).double()
     return {
         "name": layer.name,
         "in_features": layer.in_features,

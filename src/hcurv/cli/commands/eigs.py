@@ -1,4 +1,4 @@
-"""``hcurv eigs``: a few eigenpairs."""
+"""``hcurv eigs``: find a few eigenpairs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def eigs(
 ) -> None:
     """Find a few eigenvalues and eigenvectors.
 
-    Of a compressed matrix, or of the exact one if there are weights and data.
+    The matrix is a compressed one, or the exact one if there are weights and data.
     """
     given = None
     if data is not None and loss is not None:
@@ -82,7 +82,7 @@ def eigs(
         raise typer.BadParameter("a compressed matrix is needed, or --data, --loss and a model")
     target = check_out(out, file, data, suffixes=(".npz",))
     from hcurv.cli.arrays import write_arrays
-    from hcurv.krylov import eigsh
+    from hcurv.linalg import eigsh
 
     operator = _operator(given, file)
     start = time.perf_counter()
@@ -117,7 +117,10 @@ def eigs(
 
 
 def _factorization(operator: SymmetricOperator) -> Factorization | None:
-    """One with which small eigenvalues converge in a few steps, if it is known to exist."""
+    """Factorize a matrix that is known to be positive definite; return None for any other.
+
+    With the factorization, the smallest eigenvalues converge in a few steps.
+    """
     from hcurv.hierarchical import HMatrix
 
     if not isinstance(operator, HMatrix) or operator.record.damping is None:
@@ -128,8 +131,8 @@ def _factorization(operator: SymmetricOperator) -> Factorization | None:
 def _operator(given: options.Given | None, file: Path | None) -> SymmetricOperator:
     from hcurv.cli.describe import load_matrix
     from hcurv.cli.problem import read_problem
-    from hcurv.gauss_newton import GaussNewton
     from hcurv.hierarchical import FileFormatError
+    from hcurv.network.gauss_newton import GaussNewton
 
     if given is not None:
         problem = read_problem(given)

@@ -1,4 +1,4 @@
-"""``hcurv info``: what a file holds."""
+"""``hcurv info``: show what a file holds."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def info(
     if target is not None:
         if not isinstance(stored, hcurv.HMatrix):
             raise TypeError(f"{file} is a factorization: only compressed matrices are drawn")
-        figure, kind = stored.plot(), target.suffix[1:].lower()
-        write_atomically(target, lambda name: figure.savefig(name, format=kind, dpi=120))
+        figure, file_format = stored.plot(), target.suffix[1:].lower()
+        write_atomically(target, lambda name: figure.savefig(name, format=file_format, dpi=120))
     if as_json:
         versions = {
             "format": int(metadata["version"]),

@@ -1,4 +1,4 @@
-"""``hcurv reproduce``: the tables of measurements, made again."""
+"""``hcurv reproduce``: measure the published tables again."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def reproduce(
 ) -> None:
     """Measure the published tables again, and print them.
 
-    They are markdown, and stay in the folder of results with what was measured.
+    The tables are markdown. They are also written to the folder of results, with everything that
+    was measured.
     """
     if out.exists() and not out.is_dir():
         raise NotADirectoryError(f"{out} is a file: name a folder")
@@ -56,7 +57,7 @@ def reproduce(
 
     done = []
     for name in TABLES if table == "all" else (table,):
-        with redirect_stdout(sys.stderr):  # stdout is for the tables
+        with redirect_stdout(sys.stderr):  # only the tables go to stdout
             path = measure(name, out, quick=quick, data=data, progress=shows_progress(progress))
         text = path.read_text(encoding="utf-8")
         done.append({"name": name, "file": path, "markdown": text})

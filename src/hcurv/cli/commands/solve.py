@@ -1,4 +1,4 @@
-"""``hcurv solve``: what a factorization is for."""
+"""``hcurv solve``: solve, sample, and get variances or the log-determinant."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def solve(
 ) -> None:
     """Solve, sample, get variances or the log-determinant.
 
-    All of A + damping I, with A a compressed matrix.
+    All of these belong to the matrix A + damping I, where A is compressed.
     """
     num_wanted = (rhs is not None) + (sample is not None) + inverse_diagonal
     if num_wanted > 1:
@@ -119,10 +119,10 @@ def _factorize(stored: HMatrix | Factorization, damping: float | None, file: Pat
     from hcurv.hierarchical import HMatrix
 
     if not isinstance(stored, HMatrix):
-        if damping is not None and damping != stored.damping:
-            raise ValueError(
-                f"{file} is a factorization with damping {stored.damping:g}: leave --damping out"
-            )
+        number = stored.damping if isinstance(stored.damping, float) else None
+        if damping is not None and damping != number:
+            given = "for each row" if number is None else f"{number:g}"
+            raise ValueError(f"{file} is a factorization with damping {given}: leave --damping out")
         return stored
     if damping is None:
         damping = stored.record.damping
@@ -150,9 +150,12 @@ def _right_hand_side(rhs: str, stored: HMatrix | Factorization, seed: int) -> Te
 
 
 def _residual(
-    matrix: HMatrix | None, damping: float, right: Tensor, solution: Tensor
+    matrix: HMatrix | None, damping: float | Tensor, right: Tensor, solution: Tensor
 ) -> float | None:
-    """‖b − (A + damping·I) x‖ / ‖b‖, if A is known."""
+    """Compute ‖b − (A + D) x‖ / ‖b‖, or None where A is not known or b is zero.
+
+    ``damping`` is D, a number or a tensor.
+    """
     norm = float(right.double().norm())
     if matrix is None or norm == 0:
         return None

@@ -13,17 +13,31 @@ from hcurv.baselines import KFAC, LowRank, MatrixFree
 from hcurv.experiments.measure import best_time
 from hcurv.experiments.reference_networks import seeded_mlp
 from hcurv.experiments.tables.compression import compress_quietly
-from hcurv.experiments.tables.table import COLOURS, Measured, Rendered, Settings, Table, Values
-from hcurv.gauss_newton import GaussNewton
+from hcurv.experiments.tables.table import (
+    Measured,
+    Rendered,
+    Settings,
+    Table,
+    Values,
+    add_legend,
+)
 from hcurv.hierarchical import HMatrix
-from hcurv.krylov import eigsh
+from hcurv.linalg import eigsh
+from hcurv.network.gauss_newton import GaussNewton
+from hcurv.report.looks import look_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["TABLE"]
 
-_METHODS = ("MF", "RSVD", "K-FAC", "HM")
+# The paper's names of the methods, and ours.
+_METHODS = {
+    "MF": "matrix-free",
+    "RSVD": "low rank",
+    "K-FAC": "K-FAC block-tridiagonal",
+    "HM": "hierarchical",
+}
 _QUANTITIES = ("construction", "storage", "solve")
 _PAPER = {
     "MF": ("–", "N n", "N n √κ"),
@@ -34,7 +48,7 @@ _PAPER = {
 
 
 def rows(quick: bool) -> dict[str, Settings]:
-    """Wider networks with as many points, and more points for one network."""
+    """List networks of growing width with the same points, and one network with more points."""
     inputs = 16 if quick else 128
     widths = (8, 16) if quick else (64, 128, 256, 512)
     points = (100, 200) if quick else (500, 1000, 2000, 4000, 8000)
@@ -48,7 +62,7 @@ def rows(quick: bool) -> dict[str, Settings]:
 
 
 def measure(settings: Settings, data: str | None) -> Values:
-    """Construction, storage and solve of the four methods on one network."""
+    """Measure construction, storage and solve of the four methods on one network."""
     width, inputs, seed = settings["width"], settings["inputs"], settings["seed"]
     points = torch.rand(
         settings["num_points"], inputs, generator=torch.Generator().manual_seed(seed)
@@ -76,10 +90,7 @@ def measure(settings: Settings, data: str | None) -> Values:
     found: Values = {"size": matrix.shape[0]}
     for name, build in builders.items():
         operator: Any = build()
-        if name in ("MF", "RSVD"):
-            solve = partial(operator.solve, rhs, damping)
-        else:
-            solve = partial(operator.factorize(damping).solve, rhs)
+        solve = partial(operator.factorize(damping).solve, rhs)
         found[name] = {
             "construction": best_time(build, 3, 30),
             "storage": float(operator.num_stored),
@@ -89,14 +100,14 @@ def measure(settings: Settings, data: str | None) -> Values:
 
 
 def _sweep(measured: Measured, what: str) -> tuple[list[float], list[Values]]:
-    """Values of N or n, and what was measured at them."""
+    """Collect the values of N or n, and what was measured at each of them."""
     chosen = [(s, v) for s, v in measured if s["grows"] == what]
     sizes = [float(v["size"] if what == "N" else s["num_points"]) for s, v in chosen]
     return sizes, [v for _, v in chosen]
 
 
 def render(measured: Measured) -> Rendered:
-    """Fitted exponents beside the paper's terms."""
+    """Show the fitted exponents beside the paper's terms."""
     header = ["method"]
     for quantity in _QUANTITIES:
         header += [f"{quantity}: paper", "exponent of N", "exponent of n"]
@@ -118,22 +129,24 @@ def render(measured: Measured) -> Rendered:
 
 
 def draw(figure: Figure, measured: Measured) -> None:
-    """Everything against N and against n."""
-    figure.set_size_inches(11, 6.4)
-    grid = figure.subplots(2, 3)
-    for line, what in zip(grid, ("N", "n"), strict=True):
+    """Draw all quantities against N and against n."""
+    figure.set_size_inches(4.8, 7.6)
+    grid = figure.subplots(3, 2, sharey="row", sharex="col")
+    for column, what in enumerate(("N", "n")):
         sizes, values = _sweep(measured, what)
-        for axes, quantity in zip(line, _QUANTITIES, strict=True):
-            for number, method in enumerate(_METHODS):
+        for axes, quantity in zip(grid[:, column], _QUANTITIES, strict=True):
+            for method, name in _METHODS.items():
                 series = [v[method][quantity] for v in values]
-                axes.loglog(
-                    sizes, series, marker="osD^"[number], color=COLOURS[number], label=method
-                )
-            unit = "floats" if quantity == "storage" else "s"
-            axes.set(xlabel=what, ylabel=unit, title=f"{quantity} against {what}")
-            axes.set_xticks(sizes, labels=[f"{size:,.0f}" for size in sizes], fontsize=8)
+                axes.plot(sizes, series, **look_of(name).options(), label=f"{method}: {name}")
+            axes.set(xscale="log", yscale="log")
+            if column == 0:
+                unit = "floats" if quantity == "storage" else "seconds"
+                axes.set_ylabel(f"{quantity}, {unit}")
+            axes.set_xticks(sizes, labels=[f"{size:,.0f}" for size in sizes])
+            axes.tick_params("x", labelsize=8, labelrotation=45)
             axes.minorticks_off()
-    grid[1, 1].legend(fontsize=8)
+        grid[-1, column].set_xlabel({"N": "parameters N", "n": "points n"}[what])
+    add_legend(figure)
 
 
 TABLE = Table(

@@ -9,22 +9,32 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hcurv.experiments.measure import best_time, peak_extra_bytes
-from hcurv.experiments.tables.table import COLOURS, Measured, Settings, Values
-from hcurv.gauss_newton import GaussNewton
+from hcurv.experiments.tables.table import Measured, Settings, Values, add_legend
 from hcurv.hierarchical import CompressionWarning, HMatrix, compress
+from hcurv.network.gauss_newton import GaussNewton
+from hcurv.report.looks import BLUE, GRAY, GREEN
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["compress_quietly", "draw_errors", "measure_formats", "row_settings"]
 
-_NUM_COLUMNS = 128  # of products
+# Products are timed with this many columns, as in the paper.
+_NUM_COLUMNS = 128
 
 
 def row_settings(
     network: str, accuracy: str, num_points: int, paper: tuple[float, float] | None, **options: Any
 ) -> Settings:
-    """One row: options are those of the tree alone; the paper's are storage (share) and error."""
+    """Make the settings of one row.
+
+    Args:
+        network: the name of a reference network.
+        accuracy: the preset of `hcurv.compress` for the tree alone.
+        num_points: the number of training images.
+        paper: the storage, as a share of N², and the error in the paper, if the row is there.
+        options: further options of the tree alone.
+    """
     storage, error = (None, None) if paper is None else paper
     return {
         "network": network,
@@ -37,14 +47,17 @@ def row_settings(
 
 
 def compress_quietly(matrix: Any, **options: Any) -> HMatrix:
-    """Without the warnings about rank caps: errors are measured anyway."""
+    """Compress without warnings about the error, which is measured anyway."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CompressionWarning)
         return compress(matrix, **options)
 
 
 def measure_formats(matrix: GaussNewton, settings: Settings) -> Values:
-    """The tree alone with the paper's leaf size and rank cap; and the default at its error."""
+    """Measure the tree alone, with the paper's leaf size and rank cap, and the default format.
+
+    The default gets a tolerance just below the paper's error.
+    """
     tolerance = 0.9 * settings["paper_error"] if settings["paper_error"] else 1e-2
     formats = {
         "tree": {"accuracy": settings["accuracy"], "global_rank": 0, **settings["options"]},
@@ -79,27 +92,36 @@ def _measure(matrix: GaussNewton, options: dict[str, Any]) -> Values:
 
 
 def draw_errors(figure: Figure, measured: Measured) -> None:
-    """Error against storage: the paper's, the tree alone, the default."""
-    axes = figure.subplots()
+    """Draw the storage and the error of each row: the paper's, the tree alone, the default."""
+    figure.set_size_inches(4.8, 1.8 + 0.3 * len(measured))
+    panels = figure.subplots(1, 2, sharey=True)
+    places = range(len(measured))
     kinds = {
         "the paper": [(s["paper_storage"], s["paper_error"]) for s, _ in measured],
         "tree alone": [(v["tree"]["storage"], v["tree"]["error"]) for _, v in measured],
         "default": [(v["default"]["storage"], v["default"]["error"]) for _, v in measured],
     }
-    for number, (name, points) in enumerate(kinds.items()):
-        known = [(100 * x, y) for x, y in points if x is not None and y is not None]
-        if known:
-            axes.loglog(*zip(*known, strict=True), "os^"[number], color=COLOURS[number], label=name)
-    for settings, values in measured:
-        ends = [(values[kind]["storage"], values[kind]["error"]) for kind in ("tree", "default")]
-        if settings["paper_error"] is not None:
-            ends.insert(0, (settings["paper_storage"], settings["paper_error"]))
-        line = [(100 * x, y) for x, y in ends]
-        axes.loglog(*zip(*line, strict=True), ":", color="gray", linewidth=0.8)
-        label = f"{settings['network']} {settings['accuracy']}"
-        # To the left of its line, where there is room.
-        place: dict[str, Any] = {"xytext": (-6, -2.5), "textcoords": "offset points"}
-        axes.annotate(label, line[-1], ha="right", fontsize=7, color="0.25", **place)
-    axes.margins(x=0.18)
-    axes.set(xlabel="stored floats, % of N²", ylabel="relative error ε_F")
-    axes.legend()
+    looks: dict[str, dict[str, Any]] = {
+        "the paper": {"color": GRAY, "marker": "x"},
+        "tree alone": {"color": GREEN, "marker": "^"},
+        "default": {"color": BLUE, "marker": "o"},
+    }
+    for name, points in kinds.items():
+        for column, axes in enumerate(panels):
+            known = [
+                ((100 if column == 0 else 1) * point[column], place)
+                for place, point in zip(places, points, strict=True)
+                if point[column] is not None
+            ]
+            if known:
+                values, rows = zip(*known, strict=True)
+                axes.plot(values, rows, linestyle="none", label=name, **looks[name])
+    labels = [f"{s['network']} {s['accuracy']}" for s, _ in measured]
+    panels[0].set_yticks(places, labels, fontsize=8)
+    panels[0].set(xlabel="stored floats, % of N²", ylim=(len(measured) - 0.4, -0.6))
+    panels[1].set(xlabel="relative error")
+    for axes in panels:
+        axes.set(xscale="log")
+        axes.grid(color="#e4e4e4")
+        axes.set_axisbelow(True)
+    add_legend(figure, 3)

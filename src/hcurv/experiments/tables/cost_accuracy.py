@@ -17,8 +17,9 @@ from hcurv.experiments.tables.table import (
 
 __all__ = ["TABLE"]
 
-# Network, accuracy: storage and error of the paper; options of the tree alone. A tolerance is one
-# point on the curve of error against storage, chosen to lie below both of the paper's.
+# For each network and accuracy: the storage and the error in the paper, and options of the tree
+# alone. A tolerance is one point on the curve of error against storage; it is chosen so that error
+# and storage are both below the paper's.
 _ROWS = {
     ("classifier (a)", "low"): ((0.0180, 1.5e-1), {"tolerance": 5e-2}),
     ("classifier (a)", "high"): ((0.1359, 4.4e-4), {"tolerance": 5e-4}),
@@ -35,7 +36,7 @@ _ROWS = {
 
 
 def rows(quick: bool) -> dict[str, Settings]:
-    """Five networks at two accuracies."""
+    """List five networks at two accuracies."""
     if quick:
         return {
             network: row_settings(network, "low", 300, None, leaf_size=32)
@@ -48,7 +49,7 @@ def rows(quick: bool) -> dict[str, Settings]:
 
 
 def measure(settings: Settings, data: str | None) -> Values:
-    """Both formats, and the unit of time."""
+    """Measure both formats, and the unit of time."""
     matrix = gauss_newton(settings, data)
     unit = dense_product_seconds(matrix.shape[0]) if matrix.shape[0] < 20_000 else None
     return {
@@ -59,7 +60,7 @@ def measure(settings: Settings, data: str | None) -> Values:
 
 
 def render(measured: Measured) -> Rendered:
-    """Beside the paper's."""
+    """Show the figures beside the paper's."""
     header = ["network", "N", "accuracy", "paper %K", "paper ε"]
     for name in ("tree", "default"):
         header += [f"{name} %K", f"{name} ε", f"{name} build", f"{name} product"]

@@ -27,7 +27,7 @@ _PAPER_BYTES = {"classifier (c)": 191e6, "classifier (d)": 423e6}
 
 
 def rows(quick: bool) -> dict[str, Settings]:
-    """Two networks at two accuracies."""
+    """List two networks at two accuracies."""
     if quick:
         return {
             network: row_settings(network, "low", 1000, None, leaf_size=32)
@@ -40,7 +40,7 @@ def rows(quick: bool) -> dict[str, Settings]:
 
 
 def measure(settings: Settings, data: str | None) -> Values:
-    """Bytes of the precomputation, and both formats."""
+    """Measure the bytes of the precomputation, and both formats."""
     matrix = gauss_newton(settings, data)
     return {
         "size": matrix.shape[0],
@@ -51,7 +51,7 @@ def measure(settings: Settings, data: str | None) -> Values:
 
 
 def render(measured: Measured) -> Rendered:
-    """Beside the paper's."""
+    """Show the figures beside the paper's."""
     header = ["network", "N", "precomputed", "paper", "dense", "accuracy", "paper %K", "paper ε"]
     for name in ("tree", "default"):
         header += [f"{name} %K", f"{name} ε", f"{name} bytes", f"{name} build", f"{name} peak"]

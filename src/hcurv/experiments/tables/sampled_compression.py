@@ -9,26 +9,29 @@ import torch
 
 from hcurv.experiments.tables.compression import compress_quietly
 from hcurv.experiments.tables.table import (
-    COLOURS,
     Measured,
     Rendered,
     Settings,
     Table,
     Values,
+    add_legend,
     gauss_newton,
     scientific,
     share,
 )
+from hcurv.report.looks import BLUE, GREEN, RED
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
 
-    from hcurv.sampling import SampledEntries
+    from hcurv.network.sampling import SampledEntries
 
 __all__ = ["TABLE"]
 
 _COUNTS = (10, 100, 1_000, 10_000)
+# The colour of each way to compress samples. Markers tell the accuracies apart.
+_COLOURS = {"subset": GREEN, "subset entries": BLUE, "entries": RED}
 _PAPER = {
     ("AE (a)", "low"): (2.8e-1, 1.3e-1, 1.4e-1, 6.1e-2),
     ("AE (a)", "high"): (2.2e-2, 9.5e-3, 2.7e-3, 9.6e-4),
@@ -55,7 +58,7 @@ def _settings(
 
 
 def rows(quick: bool) -> dict[str, Settings]:
-    """Two networks, two accuracies; one subset for all entries, or the paper's way."""
+    """List two networks at two accuracies, with one subset for all entries or the paper's way."""
     if quick:
         options = {"leaf_size": 32, "tolerance": 2e-2}
         return {
@@ -83,7 +86,7 @@ def rows(quick: bool) -> dict[str, Settings]:
 
 
 def measure(settings: Settings, data: str | None) -> Values:
-    """Errors against the exact matrix of all points."""
+    """Measure the errors against the exact matrix of all points."""
     matrix = gauss_newton(settings, data)
     found: Values = {"size": matrix.shape[0], "errors": [], "storage": [], "seconds": []}
     for count in settings["counts"]:
@@ -107,7 +110,7 @@ def measure(settings: Settings, data: str | None) -> Values:
 
 
 def _all_entries(sampled: SampledEntries) -> Tensor:
-    """As a dense matrix: an entry is a function of its indices, and evaluated once."""
+    """Evaluate every entry once, which its indices determine, and keep them as a dense matrix."""
     rows, cols = torch.triu_indices(*sampled.shape)
     values = sampled.pairs(rows, cols)
     result = values.new_empty(sampled.shape)
@@ -117,7 +120,7 @@ def _all_entries(sampled: SampledEntries) -> Tensor:
 
 
 def render(measured: Measured) -> Rendered:
-    """A line for each way, the paper's below it."""
+    """Show a line for each way, with the paper's below it."""
     counts = max((settings["counts"] for settings, _ in measured), key=len)
     header = ["network", "accuracy", "way", *(f"c = {count}: ε at %K" for count in counts)]
     lines = []
@@ -132,13 +135,17 @@ def render(measured: Measured) -> Rendered:
 
 
 def draw(figure: Figure, measured: Measured) -> None:
-    """Errors against the number of samples."""
+    """Draw the errors against the number of samples."""
     networks = list(dict.fromkeys(settings["network"] for settings, _ in measured))
-    grid = figure.subplots(1, len(networks), squeeze=False)
-    for axes, network in zip(grid[0], networks, strict=True):
+    figure.set_size_inches(4.8, 3.0 * len(networks) + 1.6)
+    grid = figure.subplots(len(networks), 1, squeeze=False)
+    for axes, network in zip(grid[:, 0], networks, strict=True):
         own = [(s, v) for s, v in measured if s["network"] == network]
-        for number, (settings, values) in enumerate(own):
-            options = {"color": COLOURS[number], "marker": "osD^"[number]}
+        for settings, values in own:
+            options = {
+                "color": _COLOURS[settings["way"]],
+                "marker": "o" if settings["accuracy"] == "low" else "s",
+            }
             label = f"{settings['way']}, {settings['accuracy']}"
             axes.loglog(settings["counts"], values["errors"], label=label, **options)
             if settings["paper"] and settings["way"] == "subset":
@@ -150,8 +157,8 @@ def draw(figure: Figure, measured: Measured) -> None:
                     label=f"paper, {settings['accuracy']}",
                     **options,
                 )
-        axes.set(title=network, xlabel="samples c", ylabel="relative error ε_F")
-        axes.legend(fontsize=7)
+        axes.set(title=network, xlabel="samples c", ylabel="relative error")
+    add_legend(figure)
 
 
 TABLE = Table(

@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hcurv.experiments.tables.table import (
-    COLOURS,
     Measured,
     Rendered,
     Settings,
     Table,
     Values,
+    add_legend,
     gauss_newton,
     scientific,
 )
-from hcurv.sampling import sampling_error
+from hcurv.network.sampling_accuracy import sampling_error
+from hcurv.report.looks import BLACK, BLUE, GREEN, RED
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,13 +30,19 @@ _PAPER = {
     ("classifier (b)", "importance"): (0.6104, 0.189, 0.0611, 0.0193),
     ("classifier (b)", "uniform"): (0.9731, 0.3076, 0.09812, 0.03611),
 }
-_SCHEMES = ("uniform", "importance", "stratified", "subset")
-# Most pairs drawn for an autoencoder are exact zeros and say nothing, so that it needs more.
+# Schemes with their colours and markers.
+_SCHEMES = {
+    "uniform": (BLACK, "x"),
+    "importance": (RED, "s"),
+    "stratified": (BLUE, "o"),
+    "subset": (GREEN, "^"),
+}
+# An autoencoder needs more pairs, because most of those that are drawn are exact zeros.
 _FULL = {"AE (a)": (60_000, 60_000), "classifier (b)": (50_000, 4_000)}
 
 
 def rows(quick: bool) -> dict[str, Settings]:
-    """Two networks, four schemes."""
+    """List two networks with four schemes each."""
     networks, counts = _FULL, list(_COUNTS)
     if quick:
         networks = {"AE (digits)": (1797, 4_000), "classifier (digits)": (1797, 1_000)}
@@ -56,7 +63,7 @@ def rows(quick: bool) -> dict[str, Settings]:
 
 
 def measure(settings: Settings, data: str | None) -> Values:
-    """Relative errors in the Frobenius norm, with their standard errors."""
+    """Measure relative errors in the Frobenius norm, with their standard errors."""
     matrix = gauss_newton(settings, data)
     errors, uncertain = [], []
     for count in settings["counts"]:
@@ -71,7 +78,7 @@ def measure(settings: Settings, data: str | None) -> Values:
 
 
 def render(measured: Measured) -> Rendered:
-    """A line for each scheme, the paper's below it."""
+    """Show a line for each scheme, with the paper's below it."""
     counts = measured[0][0]["counts"]
     header = ["network", "n", "scheme", *(f"ε, c = {count}" for count in counts)]
     lines = []
@@ -89,15 +96,16 @@ def render(measured: Measured) -> Rendered:
 
 
 def draw(figure: Figure, measured: Measured) -> None:
-    """Errors against the number of samples."""
+    """Draw the errors against the number of samples."""
     networks = list(dict.fromkeys(settings["network"] for settings, _ in measured))
-    grid = figure.subplots(1, len(networks), squeeze=False)
-    for axes, network in zip(grid[0], networks, strict=True):
+    figure.set_size_inches(4.8, 6.8)
+    grid = figure.subplots(len(networks), 1, squeeze=False)
+    for axes, network in zip(grid[:, 0], networks, strict=True):
         for settings, values in measured:
             if settings["network"] != network:
                 continue
-            number = _SCHEMES.index(settings["scheme"])
-            options = {"color": COLOURS[number], "marker": "osD^"[number]}
+            colour, marker = _SCHEMES[settings["scheme"]]
+            options = {"color": colour, "marker": marker}
             axes.loglog(settings["counts"], values["errors"], label=settings["scheme"], **options)
             if settings["paper"]:
                 axes.loglog(
@@ -108,8 +116,8 @@ def draw(figure: Figure, measured: Measured) -> None:
                     label=f"paper: {settings['scheme']}",
                     **options,
                 )
-        axes.set(title=network, xlabel="samples c", ylabel="relative error")
-        axes.legend(fontsize=7)
+        axes.set(title=network, xlabel="samples per entry c", ylabel="relative error")
+    add_legend(figure)
 
 
 TABLE = Table(

@@ -1,4 +1,4 @@
-"""What a reproduced table consists of."""
+"""The parts of a table that can be measured again."""
 
 from __future__ import annotations
 
@@ -7,30 +7,28 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hcurv.experiments.reference_networks import REFERENCE_NETWORKS, TrainedNetwork, train
-from hcurv.gauss_newton import GaussNewton
+from hcurv.network.gauss_newton import GaussNewton
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
-    "COLOURS",
     "Measured",
     "Rendered",
     "Settings",
     "Table",
     "Values",
+    "add_legend",
     "gauss_newton",
     "reference_problem",
     "scientific",
     "share",
 ]
 
-Settings = dict[str, Any]  # what a row is measured with: plain values, as JSON has them
-Values = dict[str, Any]  # what was measured, likewise
+# What a row is measured with, and what was measured: values that JSON can hold.
+Settings = dict[str, Any]
+Values = dict[str, Any]
 Measured = Sequence[tuple[Settings, Values]]
-
-# Okabe and Ito's colours, which people with any kind of colour vision tell apart.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 
 @dataclass(frozen=True)
@@ -38,8 +36,8 @@ class Rendered:
     """A table of strings.
 
     Attributes:
-        header: of the columns.
-        rows: as many cells each.
+        header: the names of the columns.
+        rows: the cells of each row, one for each column.
     """
 
     header: Sequence[str]
@@ -51,14 +49,14 @@ class Table:
     """One table of the paper, to be measured again.
 
     Attributes:
-        name: on the command line.
-        number: in the paper.
-        title: one line.
-        notes: what is measured, and how it may differ from the paper's.
-        rows: settings of each row by its label, for the full or for the quick run.
-        measure: values of a row; the second argument names the folder with data.
-        render: all that was measured as a table, with the paper's numbers beside.
-        draw: the same as a figure.
+        name: the name of the table on the command line.
+        number: its number in the paper.
+        title: its title, in one line.
+        notes: what is measured, and how that may differ from the paper.
+        rows: returns the settings of each row by its label, for the full or for the quick run.
+        measure: returns the values of a row; its second argument is the folder with the data.
+        render: turns everything that was measured into a table, beside the paper's numbers.
+        draw: draws everything that was measured into a figure.
     """
 
     name: str
@@ -72,7 +70,7 @@ class Table:
 
 
 def reference_problem(settings: Settings, data: str | None) -> TrainedNetwork:
-    """The network that a row is about, trained unless it says otherwise, with the row's points."""
+    """Train the network of a row, for as many steps as the row says, and take the row's points."""
     recipe = REFERENCE_NETWORKS[settings["network"]]
     trained = train(recipe, data, num_steps=settings.get("num_steps"))
     count = settings["num_points"]
@@ -82,16 +80,33 @@ def reference_problem(settings: Settings, data: str | None) -> TrainedNetwork:
 
 
 def gauss_newton(settings: Settings, data: str | None) -> GaussNewton:
-    """The matrix that a row is about."""
+    """Make the matrix of a row."""
     problem = reference_problem(settings, data)
     return GaussNewton(problem.model, problem.loss, problem.inputs)
 
 
+def add_legend(figure: Figure, columns: int = 2) -> None:
+    """Add one legend for all axes of a figure, below them, where it hides nothing."""
+    found: dict[str, Any] = {}
+    for axes in figure.axes:
+        handles, labels = axes.get_legend_handles_labels()
+        for handle, label in zip(handles, labels, strict=True):
+            found.setdefault(str(label), handle)
+    figure.legend(
+        list(found.values()),
+        list(found),
+        loc="outside lower center",
+        ncols=columns,
+        fontsize=9,
+        frameon=False,
+    )
+
+
 def scientific(value: float | None) -> str:
-    """Two digits, or a dash."""
+    """Format a number with two digits; a dash stands for None."""
     return "–" if value is None else f"{value:.1e}"
 
 
 def share(value: float | None, digits: int = 3) -> str:
-    """In per cent, or a dash."""
+    """Format a share in per cent; a dash stands for None."""
     return "–" if value is None else f"{100 * value:.{digits}f}"

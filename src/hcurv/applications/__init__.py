@@ -1,0 +1,1 @@
+"""What curvature is used for: damped Gauss-Newton steps."""

@@ -1,0 +1,380 @@
+"""Everything that inverts: (A + D)⁻¹ as a matrix, with D a positive diagonal, the damping.
+
+A matrix A that can be inverted has a method ``factorize(damping)``, which returns a `Factorized`:
+factor once, solve many times. All that is special about a method lies in four functions of its
+subclass; checks, derivatives and sampling are done once, here.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from hcurv.indexing import check_count
+from hcurv.layout import ParameterLayout
+from hcurv.operators import SymmetricOperator
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = [
+    "Damping",
+    "DampingLike",
+    "DeviceLike",
+    "Factorizable",
+    "Factorized",
+    "NotFactorizableError",
+    "as_damping",
+    "check_float_type",
+]
+
+DeviceLike: TypeAlias = torch.device | str | None
+DampingLike: TypeAlias = float | Tensor | Mapping[str, "float | Tensor"]
+
+
+class NotFactorizableError(ValueError):
+    """The matrix cannot be inverted in this way; the message says what to use instead.
+
+    Examples:
+        >>> try:
+        ...     hcurv.baselines.MatrixFree(H).factorize(0.1).logdet()
+        ... except hcurv.NotFactorizableError as error:
+        ...     print(str(error).partition(":")[0])
+        conjugate gradients give no log-determinant
+    """
+
+
+@dataclass(frozen=True)
+class Damping:
+    """The diagonal D that is added to a matrix: one number for all rows, or one for each.
+
+    Attributes:
+        tensor: a tensor of no dimension, or of shape (N,), as the user gave it. It may require
+            gradients.
+    """
+
+    tensor: Tensor
+
+    @property
+    def is_number(self) -> bool:
+        """Whether D is a multiple of the identity."""
+        return self.tensor.ndim == 0
+
+    @property
+    def value(self) -> float | Tensor:
+        """The number, or the (N,) values in double precision, without gradients."""
+        detached = self.tensor.detach()
+        return float(detached) if self.is_number else detached.double()
+
+    @property
+    def number(self) -> float:
+        """The number; only for a damping that is one."""
+        return float(self.tensor.detach())
+
+    def rows(self, index: Tensor) -> Tensor:
+        """The values for some rows of the matrix, like ``index``, in double precision."""
+        values = self.tensor.detach().double().to(index.device)
+        return values.expand(index.shape) if self.is_number else values[index]
+
+    def diagonal(self, size: int, device: torch.device) -> Tensor:
+        """The values for all rows, (size,), in double precision."""
+        return self.tensor.detach().double().to(device).expand(size)
+
+    def require_positive(self, reason: str = "") -> None:
+        """Raise a ValueError unless all values are positive."""
+        if not bool((self.tensor.detach() > 0).all()):
+            lowest = float(self.tensor.detach().min())
+            because = f": {reason}" if reason else ""
+            raise ValueError(f"damping must be positive{because}; got {lowest}")
+
+    def to(self, device: DeviceLike) -> Damping:
+        """This damping on another device."""
+        return self if device is None or self.is_number else Damping(self.tensor.to(device))
+
+
+def as_damping(
+    damping: DampingLike | Damping, size: int, layout: ParameterLayout | None = None
+) -> Damping:
+    """Turn what users pass as ``damping`` into a `Damping`.
+
+    Args:
+        damping: a number or a tensor of one number; a tensor (N,); or, where the parameters have
+            names, a mapping from names of parameters or layers (or patterns of them) to numbers.
+            Gradients of tensors are kept.
+        size: N.
+        layout: names of the parameters, if they are known.
+
+    Raises:
+        TypeError, ValueError: it is none of these, or has values that are not finite.
+    """
+    if isinstance(damping, Damping):
+        return damping
+    if isinstance(damping, Mapping):
+        if layout is None:
+            raise TypeError(
+                "damping by names needs a matrix that knows the names of its parameters (of a"
+                f" GaussNewton, or compressed from one); pass a number or a tensor ({size},)"
+            )
+        tensor = layout.expand(damping)
+    elif isinstance(damping, Tensor):
+        tensor = damping
+    else:
+        try:
+            tensor = torch.tensor(float(damping), dtype=torch.float64)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"damping must be a number, a tensor ({size},) or a mapping from names of"
+                f" parameters to numbers; got {damping!r}"
+            ) from None
+    if tensor.numel() == 1 and size != 1:
+        tensor = tensor.reshape(())
+    if tensor.ndim and tensor.shape != (size,):
+        raise ValueError(
+            f"damping must be one finite number or have shape ({size},), a number for each row;"
+            f" got shape {tuple(tensor.shape)}"
+        )
+    if tensor.is_complex() or tensor.dtype == torch.bool:
+        raise TypeError(f"damping must hold real numbers; got {tensor.dtype}")
+    if not bool(torch.isfinite(tensor.detach()).all()):
+        raise ValueError(
+            f"damping must be one finite number, or finite for every row; got {damping!r}"
+            if tensor.ndim == 0
+            else "damping must be finite for every row; it has NaN or infinite values"
+        )
+    return Damping(tensor)
+
+
+class Factorized(SymmetricOperator):
+    """(A + D)⁻¹ as a matrix: ``F @ b`` solves. Made by ``factorize(damping)``; immutable.
+
+    `solve` and `logdet` pass gradients on to a damping, and to a right-hand side, that requires
+    them.
+
+    A subclass gives `_matmat` (a solve), `_logdet`, `_inverse_diagonal` and, if it can sample,
+    `_half_solve`.
+
+    Args:
+        damping: D.
+
+    Attributes:
+        plan: the ways that were weighed, where one was chosen; it prints as a table.
+
+    Examples:
+        >>> for matrix in (A, hcurv.baselines.LowRank(H, 5), hcurv.baselines.Diagonal(H)):
+        ...     x = matrix.factorize(damping=0.1).solve(b)
+        ...     print(torch.allclose(matrix @ x + 0.1 * x, b))
+        True
+        True
+        True
+    """
+
+    def __init__(self, damping: Damping) -> None:
+        self._damping = damping
+        self.plan: Any = None
+
+    @abstractmethod
+    def _logdet(self) -> Tensor:
+        """log det(A + D), a tensor of no dimension in double precision."""
+
+    @abstractmethod
+    def _inverse_diagonal(self) -> Tensor:
+        """The diagonal of (A + D)⁻¹, (N,), in double precision."""
+
+    def _half_solve(self, rhs: Tensor) -> Tensor:
+        """G times ``rhs`` (N, k), where G Gᵀ = (A + D)⁻¹."""
+        raise NotFactorizableError(f"{type(self).__name__} has no square root to sample with")
+
+    @abstractmethod
+    def to(self, device: DeviceLike = None, dtype: torch.dtype | None = None) -> Self:
+        """This factorization on another device or in another precision.
+
+        Examples:
+            >>> F.to(dtype=torch.float32).solve(b.float()).dtype
+            torch.float32
+        """
+
+    @property
+    def damping(self) -> float | Tensor:
+        """D: the number that was added to the diagonal, or the (N,) numbers."""
+        return self._damping.value
+
+    def __repr__(self) -> str:
+        """Size, damping and storage in one line."""
+        damping = f"{self.damping:.3g}" if isinstance(self.damping, float) else "for each row"
+        return (
+            f"{type(self).__name__}(N={self.shape[0]}, damping={damping},"
+            f" compression_rate={self.compression_rate:.3g}, dtype={self.dtype})"
+        )
+
+    def solve(self, rhs: Tensor) -> Tensor:
+        """Solve (A + D) x = rhs, for ``rhs`` (N,) or (N, k).
+
+        Examples:
+            >>> x = F.solve(b)
+            >>> torch.allclose(A @ x + 1e-2 * x, b)
+            True
+        """
+        self._check_vectors(rhs)
+        return self._differentiable_solve(rhs, self._solve_columns)
+
+    def _solve_columns(self, values: Tensor) -> Tensor:
+        columns = values if values.ndim == 2 else values[:, None]
+        return self._matmat(columns).view_as(values)
+
+    def _differentiable_solve(self, rhs: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+        """``run(rhs)``, a solve, with derivatives with respect to ``rhs`` and the damping."""
+        if rhs.numel() == 0:
+            return torch.zeros_like(rhs)
+        damping = self._damping.tensor
+        if torch.is_grad_enabled() and (rhs.requires_grad or damping.requires_grad):
+            return _Solve.apply(rhs, damping, run)  # type: ignore[no-any-return,no-untyped-call]
+        with torch.no_grad():
+            return run(rhs.detach())
+
+    def logdet(self) -> Tensor:
+        """log |det(A + D)|, in double precision.
+
+        Examples:
+            >>> torch.allclose(F.logdet(), torch.logdet(A.to_dense() + 1e-2 * torch.eye(51)))
+            True
+        """
+        damping = self._damping.tensor
+        if torch.is_grad_enabled() and damping.requires_grad:
+            return _LogDet.apply(damping, self)  # type: ignore[no-any-return,no-untyped-call]
+        with torch.no_grad():
+            return self._logdet()
+
+    def sqrt_solve(self, rhs: Tensor) -> Tensor:
+        """G times ``rhs``, (N,) or (N, k), where G Gᵀ = (A + D)⁻¹.
+
+        Examples:
+            >>> G = F.sqrt_solve(torch.eye(51, dtype=b.dtype))
+            >>> torch.allclose(G @ (G.T @ b), F.solve(b))
+            True
+        """
+        self._check_vectors(rhs)
+        if rhs.numel() == 0:
+            return torch.zeros_like(rhs)
+        with torch.no_grad():
+            columns = rhs.detach() if rhs.ndim == 2 else rhs.detach()[:, None]
+            return self._half_solve(columns).view_as(rhs)
+
+    def sample(self, num: int = 1, generator: torch.Generator | None = None) -> Tensor:
+        """Samples from the normal distribution N(0, (A + D)⁻¹), (num, N).
+
+        Args:
+            num: number of samples.
+            generator: of the random numbers; None for torch's own.
+
+        Examples:
+            >>> F.sample(10, generator=torch.Generator().manual_seed(0)).shape
+            torch.Size([10, 51])
+        """
+        num = check_count(num, "num", least=0)
+        return self.sqrt_solve(self._noise(self.shape[0], num, generator)).T.contiguous()
+
+    def _noise(self, size: int, num: int, generator: torch.Generator | None) -> Tensor:
+        """Standard normal numbers, (size, num)."""
+        where = self.device if generator is None else generator.device
+        noise = torch.randn(size, num, dtype=self.dtype, device=where, generator=generator)
+        return noise.to(self.device)
+
+    def quadratic(self, rows: Tensor, *, diagonal: bool = False) -> Tensor:
+        """J (A + D)⁻¹ Jᵀ for rows J (m, N): the covariance of J w for w ~ N(0, (A + D)⁻¹).
+
+        Args:
+            rows: J; for the rows of an output's Jacobian the result is the output's variance.
+            diagonal: give the m variances alone.
+
+        Returns:
+            (m, m), or (m,) if ``diagonal``.
+
+        Examples:
+            >>> J = torch.eye(51, dtype=b.dtype)[:3]
+            >>> torch.allclose(F.quadratic(J, diagonal=True), F.inverse_diagonal()[:3])
+            True
+        """
+        if not isinstance(rows, Tensor) or rows.ndim != 2 or rows.shape[1] != self.shape[0]:
+            given = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
+            raise ValueError(f"rows must be a tensor of shape (m, {self.shape[0]}); got {given}")
+        solved = self.solve(rows.T.contiguous())
+        return torch.linalg.vecdot(rows, solved.T) if diagonal else rows @ solved
+
+    def inverse_diagonal(self) -> Tensor:
+        """The diagonal of (A + D)⁻¹: the variances of the samples, (N,).
+
+        Examples:
+            >>> torch.allclose(F.inverse_diagonal(), F.to_dense().diagonal())
+            True
+        """
+        with torch.no_grad():
+            return self._inverse_diagonal().to(self.dtype)
+
+    def diagonal(self) -> Tensor:
+        """The diagonal of (A + D)⁻¹, as `inverse_diagonal`.
+
+        Examples:
+            >>> torch.equal(F.diagonal(), F.inverse_diagonal())
+            True
+        """
+        return self.inverse_diagonal()
+
+
+@runtime_checkable
+class Factorizable(Protocol):
+    """A matrix that can be inverted."""
+
+    def factorize(self, damping: float) -> Factorized:
+        """Factorize A + damping·I."""
+
+
+def check_float_type(dtype: torch.dtype | None) -> None:
+    """Raise unless a matrix can be converted to this type."""
+    if dtype is not None and dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"dtype must be torch.float32 or torch.float64; got {dtype}")
+
+
+class _Solve(torch.autograd.Function):
+    """x = (A + D)⁻¹ b. With w = (A + D)⁻¹ ∂f/∂x: ∂f/∂b = w and ∂f/∂D_kk = −w_k x_k."""
+
+    @staticmethod
+    def forward(ctx: Any, rhs: Tensor, damping: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+        result = run(rhs.detach())
+        ctx.run = run
+        ctx.save_for_backward(result, damping)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        result, damping = ctx.saved_tensors
+        solved = _Solve.apply(gradients[0].contiguous(), damping, ctx.run)  # type: ignore[no-untyped-call]
+        slope = None
+        if ctx.needs_input_grad[1]:
+            slope = -(solved.double() * result.double())
+            if slope.ndim == 2:
+                slope = slope.sum(1)
+            slope = (slope.sum() if damping.ndim == 0 else slope).to(damping)
+        return solved, slope, None
+
+
+class _LogDet(torch.autograd.Function):
+    """log det(A + D). Its derivative with respect to D is the diagonal of the inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, damping: Tensor, factorized: Factorized) -> Tensor:
+        ctx.factorized = factorized
+        ctx.save_for_backward(damping)
+        return factorized._logdet().to(damping.device)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (damping,) = ctx.saved_tensors
+        slope = ctx.factorized._inverse_diagonal()
+        slope = slope.sum() if damping.ndim == 0 else slope
+        return (gradients[0].to(slope) * slope).to(damping), None

@@ -1,0 +1,1 @@
+"""Build a hierarchical matrix level by level, from samples of its off-diagonal rows."""

@@ -1,0 +1,199 @@
+"""From interpolations of single nodes to the batches of blocks that a level stores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hcurv.hierarchical.building.level_step import NodeSkeletons
+from hcurv.hierarchical.parts.levels import Basis, Coupling, LeafBlocks, row_table
+from hcurv.hierarchical.parts.shape_groups import group_by_shape
+from hcurv.operators import EntrySource
+from hcurv.sources import blocks
+
+__all__ = [
+    "NodeInterpolations",
+    "leaf_blocks",
+    "make_bases",
+    "make_couplings",
+    "skeleton_places",
+    "skeleton_scales",
+]
+
+# A source is asked for so many entries at a time: 64 MB in double precision.
+_BLOCK_ENTRIES = 2**23
+
+
+def leaf_blocks(source: EntrySource, rows: Tensor, bounds: Tensor) -> LeafBlocks:
+    """Diagonal blocks of all leaves.
+
+    Args:
+        source: the matrix.
+        rows: all its rows in tree order, (M,).
+        bounds: where the leaves begin and end, (number of leaves + 1,).
+    """
+    counts = bounds.diff()
+    width, num_leaves = int(counts.max()), counts.numel()  # leaves differ by one row at most
+    index = _lookup(rows, row_table(bounds[:-1], counts, width, rows.numel()))
+    values = torch.empty(num_leaves, width, width, dtype=source.dtype, device=source.device)
+    step = max(1, _BLOCK_ENTRIES // max(1, width**2))
+    for start in range(0, num_leaves, step):
+        part = index[start : start + step]
+        values[start : start + step] = blocks(source, part, part)
+    return LeafBlocks.of(bounds, values)
+
+
+def _lookup(rows: Tensor, positions: Tensor) -> Tensor:
+    """Matrix rows at positions in ``rows``; -1 for the position after the last: padding."""
+    return torch.cat([rows, rows.new_full((1,), -1)])[positions]
+
+
+@dataclass(frozen=True)
+class NodeInterpolations:
+    """Skeletons of some nodes, trimmed to what is stored.
+
+    Attributes:
+        nodes: numbers of the nodes, (b,).
+        ranks: number of skeleton rows, (b,).
+        skeleton: places of the skeleton rows within the rows of a node, (b, r).
+        rest: places of the other rows, (b, m); meaningful up to the number of them.
+        weights: rows ``rest`` from rows ``skeleton``, (b, m, r), zero beyond.
+        scales: how much an error in a skeleton row weighs in the whole matrix, (b, r).
+    """
+
+    nodes: Tensor
+    ranks: Tensor
+    skeleton: Tensor
+    rest: Tensor
+    weights: Tensor
+    scales: Tensor
+
+    @classmethod
+    def trim(cls, nodes: Tensor, counts: Tensor, found: NodeSkeletons) -> NodeInterpolations:
+        """Drop the weights of skeleton rows, which are the identity, and of padding.
+
+        Args:
+            nodes: numbers of the nodes, (b,).
+            counts: number of their rows, (b,).
+            found: their skeletons.
+        """
+        ranks, weights = found.ranks, found.weights
+        num_nodes, width, rank = weights.shape
+        within = torch.arange(rank, device=nodes.device) < ranks[:, None]
+        is_dropped = torch.arange(width, device=nodes.device) >= counts[:, None]
+        is_dropped |= (
+            torch.zeros_like(is_dropped, dtype=torch.int8)
+            .scatter_add_(1, found.skeleton, within.to(torch.int8))
+            .bool()
+        )
+        num_rest = int((counts - ranks).max()) if num_nodes else 0
+        rest = is_dropped.to(torch.int8).argsort(dim=1, stable=True)[:, :num_rest]
+        kept = weights.gather(1, rest[:, :, None].expand(-1, -1, rank))
+        kept = kept.masked_fill_(is_dropped.gather(1, rest)[:, :, None], 0.0)
+        return cls(nodes, ranks, found.skeleton, rest, kept, found.scales)
+
+
+def skeleton_places(bases: tuple[Basis, ...], ranks: Tensor) -> Tensor:
+    """Where the skeleton rows of all nodes lie among the rows of their level, (sum of ranks,)."""
+    result = torch.zeros(int(ranks.sum()) + 1, dtype=torch.long, device=ranks.device)
+    for basis in bases:
+        result[basis.target] = basis.skeleton
+    return result[:-1]
+
+
+def skeleton_scales(interpolations: list[NodeInterpolations], ranks: Tensor) -> Tensor:
+    """How much errors in the skeleton rows of all nodes weigh, (sum of ranks + 1,).
+
+    The last number is for padding.
+    """
+    starts, size = ranks.cumsum(0) - ranks, int(ranks.sum())
+    result = interpolations[0].scales.new_ones(size + 1)
+    for some in interpolations:
+        width = some.scales.shape[1]
+        result[row_table(starts[some.nodes], some.ranks, width, size)] = some.scales
+    result[-1] = 1.0
+    return result
+
+
+def make_bases(
+    interpolations: list[NodeInterpolations],
+    starts: Tensor,
+    counts: Tensor,
+    ranks: Tensor,
+    size_below: int,
+) -> tuple[Basis, ...]:
+    """Batch the bases of a level by shape; nodes of rank 0 have none.
+
+    Args:
+        interpolations: those of all nodes, in any order.
+        starts: first position of each node's rows on the level below, (nodes,).
+        counts: number of its rows, (nodes,).
+        ranks: ranks of all nodes, (nodes,).
+        size_below: number of rows on the level below, the position that stands for padding.
+    """
+    # A node that consists of skeleton rows stores nothing, but they have to be carried upwards.
+    groups = group_by_shape((counts - ranks).clamp(min=1), ranks)
+    result = []
+    for group in groups:
+        rank, num_rest = int(ranks[group].max()), int((counts - ranks)[group].max())
+        if rank == 0:
+            continue
+        places = torch.full_like(ranks, -1)  # of nodes in the group
+        places[group] = torch.arange(group.numel(), device=group.device)
+        weights = interpolations[0].weights.new_zeros(group.numel(), num_rest, rank)
+        skeleton = ranks.new_full((group.numel(), rank), size_below)
+        rest = ranks.new_full((group.numel(), num_rest), size_below)
+        for some in interpolations:
+            index = (places[some.nodes] >= 0).nonzero().squeeze(1)
+            if index.numel() == 0:
+                continue
+            nodes = some.nodes[index]
+            place, first = places[nodes], starts[nodes, None]
+            columns = min(rank, some.skeleton.shape[1])
+            rows = min(num_rest, some.rest.shape[1])
+            beyond = torch.arange(columns, device=nodes.device) >= ranks[nodes, None]
+            positions = some.skeleton[index, :columns] + first
+            skeleton[place, :columns] = positions.masked_fill(beyond, size_below)
+            beyond = torch.arange(rows, device=nodes.device) >= (counts - ranks)[nodes, None]
+            positions = some.rest[index, :rows] + first
+            rest[place, :rows] = positions.masked_fill(beyond, size_below)
+            weights[place, :rows, :columns] = some.weights[index, :rows, :columns]
+        result.append(Basis.of(group, ranks, skeleton, rest, weights))
+    return tuple(result)
+
+
+def make_couplings(
+    source: EntrySource, rows: Tensor, counts: Tensor, pairs: Tensor
+) -> tuple[Coupling, ...]:
+    """Blocks of entries between the rows of pairs of nodes, batched by shape.
+
+    Args:
+        source: the matrix.
+        rows: matrix rows of all nodes of a level, node by node.
+        counts: number of rows of each node.
+        pairs: pairs of nodes, (P, 2).
+    """
+    if pairs.shape[0] == 0:
+        return ()
+    offsets = counts.cumsum(0) - counts
+    sizes = counts[pairs]
+    result = []
+    for group in group_by_shape(sizes[:, 0], sizes[:, 1]):
+        num_left, num_right = sizes[group].amax(0).tolist()
+        if int(sizes[group].prod(1).max()) == 0:
+            continue
+        left_rows, right_rows = (
+            _lookup(rows, row_table(offsets[nodes], counts[nodes], width, rows.numel()))
+            for nodes, width in zip(pairs[group].T, (num_left, num_right), strict=True)
+        )
+        step = max(1, _BLOCK_ENTRIES // (num_left * num_right))
+        values = torch.cat(
+            [
+                blocks(source, left_rows[start : start + step], right_rows[start : start + step])
+                for start in range(0, group.numel(), step)
+            ]
+        )
+        result.append(Coupling.of(pairs[group], counts, values))
+    return tuple(result)

@@ -1,0 +1,185 @@
+"""From a plan to a matrix: build the tree, repair definiteness, estimate the error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from hcurv.hierarchical.building.build import Builder, BuiltBlocks
+from hcurv.hierarchical.building.error_budget import ErrorBudget
+from hcurv.hierarchical.building.neighbor_columns import NeighborSampler
+from hcurv.hierarchical.building.phases import Phases
+from hcurv.hierarchical.building.sampler import Sampler
+from hcurv.hierarchical.building.sketch import RandomProducts, SketchSampler
+from hcurv.hierarchical.matrix.hmatrix import BuildRecord, HMatrix, completed
+from hcurv.hierarchical.parts.global_part import GlobalPart
+from hcurv.hierarchical.parts.plan import Plan
+from hcurv.hierarchical.solving.definite import make_definite
+from hcurv.hierarchical.tree.block_pattern import BlockPattern, SiblingPattern
+from hcurv.hierarchical.tree.cluster_tree import ClusterTree, Distance
+from hcurv.operators import EntrySource
+
+__all__ = [
+    "BuildSettings",
+    "BuildStart",
+    "Construction",
+    "HSSStructure",
+    "MatrixStructure",
+    "construct",
+]
+
+
+@dataclass(frozen=True)
+class BuildStart:
+    """What a build starts from.
+
+    Attributes:
+        plan: what was chosen; None if nothing was left open.
+        tree: clusters of the rows; without any rows if there shall be no tree.
+        leaf_size: largest leaf that was asked for or chosen; 0 without a tree.
+        global_part: VVᵀ, or None.
+        sketch: random vectors and their products with what the global part leaves, in the order
+            of the tree, as `random_products` gives them; None if there are none.
+        share: norm of what the global part leaves, over that of the matrix.
+    """
+
+    plan: Plan | None
+    tree: ClusterTree
+    leaf_size: int
+    global_part: GlobalPart | None = None
+    sketch: tuple[Tensor, Tensor] | None = None
+    share: float = 1.0
+
+
+class MatrixStructure(Protocol):
+    """Which blocks a matrix stores, and the class of matrices that holds them."""
+
+    def pattern(self, source: EntrySource, tree: ClusterTree) -> BlockPattern:
+        """Which blocks of the source are dense, and which ones are coupled through bases."""
+
+    def assemble(self, tree: ClusterTree, blocks: BuiltBlocks, dtype: torch.dtype) -> HMatrix:
+        """The matrix of these blocks, without a build record and a global part."""
+
+
+class HSSStructure:
+    """Dense leaves, and couplings between siblings."""
+
+    def pattern(self, source: EntrySource, tree: ClusterTree) -> BlockPattern:
+        """Siblings are coupled on every level."""
+        return SiblingPattern(source.device)
+
+    def assemble(self, tree: ClusterTree, blocks: BuiltBlocks, dtype: torch.dtype) -> HMatrix:
+        """An `HMatrix`."""
+        return HMatrix(tree, blocks.leaves, blocks.levels, None, dtype)
+
+
+@dataclass(frozen=True)
+class BuildSettings:
+    """What does not change from one build of a matrix to the next.
+
+    Attributes:
+        structure: which blocks to store.
+        max_rank: rank cap, or None.
+        distance: distance of nearest neighbours, for samples from entries alone.
+        damping: A + damping·I has to be positive definite; None if it need not be.
+        seed: seed of everything random.
+    """
+
+    structure: MatrixStructure
+    max_rank: int | None
+    distance: Distance
+    damping: float | None
+    seed: int
+
+
+class Construction(NamedTuple):
+    """A matrix that was built.
+
+    Attributes:
+        matrix: the matrix.
+        error_before_repair: its estimated error before it was made positive definite; None if it
+            did not have to be changed for that.
+    """
+
+    matrix: HMatrix
+    error_before_repair: float | None
+
+
+def construct(
+    rest: EntrySource,
+    start: BuildStart,
+    products: RandomProducts | None,
+    tolerance: float,
+    settings: BuildSettings,
+    phases: Phases,
+) -> Construction:
+    """Build the matrix of a plan.
+
+    Args:
+        rest: what the global part leaves of the matrix, as a source.
+        start: tree and global part.
+        products: random products with the rest to take samples from; None to sample its entries.
+        tolerance: relative error of the whole matrix.
+        settings: everything else.
+        phases: where to count the time.
+    """
+    tree, max_rank = start.tree, settings.max_rank
+    pattern = settings.structure.pattern(rest, tree)
+    relative = tolerance / max(start.share, torch.finfo(rest.dtype).eps)  # to the rest
+    cap = tree.num_kept if max_rank is None else max_rank
+    budget = ErrorBudget(relative, tree.depth)
+    builder = Builder(rest, tree, pattern, budget, cap, phases)
+    sampler: Sampler
+    with phases.timed("samples"):
+        if products is not None:
+            sampler = SketchSampler(products)
+        else:
+            sampler = NeighborSampler(
+                rest, tree, rest.diagonal(), settings.distance, pattern, settings.seed
+            )
+    matrix = settings.structure.assemble(tree, builder.build(sampler), rest.dtype)
+    has_tree = tree.num_kept > 0 or start.global_part is None
+
+    def estimate_error(matrix: HMatrix) -> float:
+        if not has_tree:
+            return start.share
+        phases.describe("estimating the error")
+        with phases.timed("error estimate"):
+            return _estimate_error(matrix, sampler, start.global_part)
+
+    before = None
+    if settings.damping is not None:
+        phases.describe("making the matrix positive definite")
+        with phases.timed("definiteness"):
+            repaired = make_definite(matrix, settings.damping)
+        if repaired is not matrix:
+            before = estimate_error(matrix)
+            matrix = repaired
+    error = estimate_error(matrix)
+    record = BuildRecord(
+        method="neighbors" if products is None else "sketch",
+        tolerance=tolerance,
+        leaf_size=start.leaf_size,
+        max_rank=max_rank,
+        seed=settings.seed,
+        num_columns=sampler.num_columns,
+        num_capped=builder.num_capped,
+        estimated_error=error,
+        damping=settings.damping,
+        plan=start.plan,
+        seconds=dict(phases.seconds),
+    )
+    return Construction(completed(matrix, record, start.global_part), before)
+
+
+def _estimate_error(matrix: HMatrix, sampler: Sampler, part: GlobalPart | None) -> float:
+    """Relative error of the matrix and a global part together, on held-out vectors."""
+    inputs, products = sampler.held_out()  # products with what the global part leaves
+    error = torch.linalg.vector_norm(products - matrix @ inputs, dtype=torch.float64)
+    if part is not None:
+        part.add_product(inputs, products)
+    norm = torch.linalg.vector_norm(products, dtype=torch.float64)
+    return float(error / norm) if float(norm) > 0 else float(error)

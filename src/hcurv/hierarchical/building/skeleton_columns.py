@@ -1,0 +1,168 @@
+"""Samples on the upper levels: all entries between the skeleton rows that are left.
+
+Once few rows are left on a level, there are fewer entries between them than numbers in the products
+that a wider sketch would take, and they leave nothing to chance.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hcurv.hierarchical.building.sampler import LevelRows, Sampler
+from hcurv.hierarchical.parts.levels import Coupling, LeafBlocks, Level
+from hcurv.hierarchical.tree.block_pattern import BlockPattern
+from hcurv.operators import EntrySource
+from hcurv.sources import DenseMatrix
+
+__all__ = ["AdaptiveSampler", "SkeletonSampler"]
+
+# All entries of a level are read if they are no more than this, or than a sketch would hold on
+# this level: 2^27 floats are 0.5 GB in single precision.
+_MAX_ENTRIES = 2**27
+
+
+class AdaptiveSampler:
+    """Takes samples from a first sampler as long as that is cheaper than reading all entries.
+
+    Args:
+        first: sampler of the lower levels.
+        num_kept: number of rows of the leaves.
+        pattern: says which columns a node leaves out of its samples.
+        max_entries: entries of a level that may be read, if a sketch would hold as many.
+    """
+
+    def __init__(
+        self,
+        first: Sampler,
+        num_kept: int,
+        pattern: BlockPattern,
+        max_entries: int = _MAX_ENTRIES,
+    ) -> None:
+        self._first, self._pattern, self._max_entries = first, pattern, max_entries
+        self._current = first
+        self._rows: LevelRows | None = None
+        self._num_kept, self._is_above_leaves = num_kept, False
+
+    @property
+    def num_columns(self) -> int:
+        """Number of columns of a sample."""
+        return self._current.num_columns
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the columns are a random selection or combination of all columns."""
+        return self._current.is_random
+
+    @property
+    def gain(self) -> float:
+        """Norm of a sample over the norm of what it is a sample of."""
+        return self._current.gain
+
+    @property
+    def norm(self) -> float:
+        """Estimate of ‖H‖_F."""
+        return self._first.norm
+
+    def begin(self, dense: tuple[LeafBlocks | Coupling, ...], rows: LevelRows) -> None:
+        """Start with the leaves."""
+        self._rows = rows
+        self._first.begin(dense, rows)
+
+    def grow(self, num_columns: int) -> None:
+        """Have at least so many columns."""
+        self._current.grow(num_columns)
+
+    def widen(self, num_columns: int) -> None:
+        """Have at least so many columns, or on the upper levels all entries if they are fewer."""
+        rows = self._rows
+        assert rows is not None
+        most = min(2 * self._num_kept * num_columns, self._max_entries)
+        most = max(most, 2 * rows.size * num_columns)  # numbers of a sketch on this level
+        if self._is_above_leaves and rows.size**2 <= most:
+            places = torch.arange(rows.size, device=rows.positions.device)
+            source, index = self._current.entries(places)
+            self._current = SkeletonSampler(source.block(index, index), rows, self._pattern)
+        else:
+            self._current.grow(num_columns)
+
+    def samples(self, nodes: Tensor, table: Tensor) -> Tensor:
+        """Samples of the rows of nodes, by their places on the current level, (B, m, s)."""
+        return self._current.samples(nodes, table)
+
+    def entries(self, places: Tensor) -> tuple[EntrySource, Tensor]:
+        """Where to read entries between rows at some places of the current level."""
+        return self._current.entries(places)
+
+    def ascend(self, level: Level, places: Tensor, rows: LevelRows) -> None:
+        """Go on to the next level."""
+        self._rows, self._is_above_leaves = rows, True
+        self._current.ascend(level, places, rows)
+
+    def held_out(self) -> tuple[Tensor, Tensor]:
+        """Vectors (N, k) that no sample was made of, and their products with H."""
+        return self._first.held_out()
+
+
+class SkeletonSampler:
+    """Entries of the rows of a node in the columns of all other rows of its level.
+
+    Args:
+        values: entries between all rows of the current level.
+        rows: these rows.
+        pattern: says which columns a node leaves out of its samples.
+    """
+
+    is_random = False
+    gain = 1.0  # columns are weighted, so that samples have the norm of what they stand for
+
+    def __init__(self, values: Tensor, rows: LevelRows, pattern: BlockPattern) -> None:
+        self._values, self._rows, self._pattern = values, rows, pattern
+
+    @property
+    def num_columns(self) -> int:
+        """Number of rows of the level."""
+        return self._values.shape[1]
+
+    @property
+    def norm(self) -> float:
+        """Norm of the entries between the rows of the current level."""
+        return float(torch.linalg.vector_norm(self._values, dtype=torch.float64))
+
+    def begin(self, dense: tuple[LeafBlocks | Coupling, ...], rows: LevelRows) -> None:
+        """Do nothing: the pattern says which columns lie in dense blocks."""
+
+    def grow(self, num_columns: int) -> None:
+        """Do nothing: there are no more columns."""
+
+    def samples(self, nodes: Tensor, table: Tensor) -> Tensor:
+        """Samples of the rows of nodes, by their places on the current level, (B, m, s)."""
+        starts, sizes = self._rows.starts, self._rows.counts
+        first, counts = starts[nodes, None], sizes[nodes, None]
+        # All columns but the node's own; the last are padding where nodes differ in size.
+        columns = torch.arange(self.num_columns - int(counts.min()), device=table.device)
+        columns = columns + torch.where(columns >= first, counts, 0)
+        beyond = columns >= self.num_columns
+        columns = columns.clamp(max=self.num_columns - 1)
+        level = sizes.numel().bit_length() - 1
+        owners = torch.arange(sizes.numel(), device=table.device).repeat_interleave(sizes)
+        excluded = beyond | self._pattern.is_excluded(level, nodes, owners[columns])
+        weights = self._rows.scales[columns].masked_fill_(excluded, 0.0)
+        padding = table >= self.num_columns
+        rows = table.masked_fill(padding, 0)
+        values = self._values[rows[:, :, None], columns[:, None]].mul_(weights[:, None])
+        return values.masked_fill_(padding[:, :, None], 0.0) if bool(padding.any()) else values
+
+    def entries(self, places: Tensor) -> tuple[EntrySource, Tensor]:
+        """The entries are here already."""
+        return DenseMatrix(self._values), places
+
+    def ascend(self, level: Level, places: Tensor, rows: LevelRows) -> None:
+        """Keep the entries between some of the rows."""
+        self._values = self._values.index_select(0, places).index_select(1, places)
+        self._rows = rows
+
+    def held_out(self) -> tuple[Tensor, Tensor]:
+        """No vectors: every entry is part of a sample."""
+        none = self._values[:, :0]
+        return none, none

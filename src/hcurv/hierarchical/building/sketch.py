@@ -1,0 +1,237 @@
+"""Samples of off-diagonal rows from a sketch: Y = HΩ with random Ω, carried up the tree.
+
+The rows I of a leaf, outside of its own block, are sampled by Y_I − H_II Ω_I. With skeletons S and
+interpolation P of all leaves, the rows S of a parent outside of itself are sampled by Y_S − B Ω̂,
+where B couples the two children and Ω̂ = PᵀΩ, and so on. The matrix is asked for nothing but
+products with Ω, leaf blocks and couplings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hcurv.hierarchical.building.sampler import LevelRows
+from hcurv.hierarchical.parts.levels import Coupling, LeafBlocks, Level
+from hcurv.memory import require_bytes
+from hcurv.operators import EntrySource
+from hcurv.sources import product
+
+__all__ = ["RandomProducts", "SketchSampler", "random_products"]
+
+# A panel of columns has at most so many floats (256 MB in single precision) and columns. Wide
+# panels make efficient products, narrow ones save memory.
+_PANEL_FLOATS = 2**26
+_MAX_PANEL = 256
+# So many columns are held out to estimate the error with: it is then known to about 20 %.
+_HELD_OUT = 16
+
+
+@dataclass
+class _Panel:
+    """Some columns of the sketch on one level, with a last row of zeros.
+
+    Attributes:
+        inputs: Ω, or Ω̂ above the leaves.
+        outputs: HΩ without what blocks below this level have accounted for.
+    """
+
+    inputs: Tensor
+    outputs: Tensor
+
+
+class RandomProducts:
+    """Random vectors Ω and their products HΩ, drawn as they are needed.
+
+    Args:
+        source: the matrix, with a product.
+        rows: its kept rows in tree order.
+        seed: seed of the random vectors.
+        known: a first panel, as `random_products` gives it.
+        max_kept: number of floats that may be kept for another build of the same tree.
+
+    Attributes:
+        held_out: a panel that no sample may be made of.
+    """
+
+    def __init__(
+        self,
+        source: EntrySource,
+        rows: Tensor,
+        seed: int,
+        known: tuple[Tensor, Tensor] | None = None,
+        max_kept: int = 0,
+    ) -> None:
+        self.source, self.rows = source, rows
+        self._generator = torch.Generator(source.device).manual_seed(seed)
+        self._panels = [] if known is None else [known]
+        self._room = max_kept
+        self.held_out = self._draw(_HELD_OUT)
+
+    def require_memory(self, num_columns: int) -> None:
+        """Raise unless there is memory for so many more columns."""
+        require_bytes(
+            (3 if self._room else 2) * self.rows.numel() * num_columns * self.source.dtype.itemsize,
+            self.source.device,
+            f"{num_columns} more columns of a sketch",
+            ("choose a smaller max_rank or a larger tolerance", "use float32"),
+        )
+
+    def panel(self, number: int, num_columns: int) -> tuple[Tensor, Tensor]:
+        """A panel by its number; if it is new, it gets ``num_columns`` columns.
+
+        The caller may change the products.
+        """
+        if number == len(self._panels):
+            drawn = self._draw(num_columns)
+            floats = 2 * drawn[0].numel()
+            if floats > self._room:
+                self._room = 0
+                return drawn
+            self._room -= floats
+            self._panels.append(drawn)
+        elif number > len(self._panels):
+            return self._draw(num_columns)
+        inputs, outputs = self._panels[number]
+        return inputs, outputs.clone()
+
+    def _draw(self, num_columns: int) -> tuple[Tensor, Tensor]:
+        return random_products(self.source, self.rows, num_columns, self._generator)
+
+
+class SketchSampler:
+    """Samples from products with random vectors.
+
+    Args:
+        products: where they come from.
+    """
+
+    def __init__(self, products: RandomProducts) -> None:
+        self._products = products
+        self._panels: list[_Panel] = []
+        self._dense: tuple[LeafBlocks | Coupling, ...] = ()
+        self._levels: list[Level] = []
+        self._rows: LevelRows | None = None
+        self._squares = 0.0  # ‖HΩ‖_F²
+        self._num_squares = 0  # number of columns of this Ω
+
+    @property
+    def num_columns(self) -> int:
+        """Number of columns of the sketch."""
+        return sum(panel.inputs.shape[1] for panel in self._panels)
+
+    is_random = True
+
+    @property
+    def gain(self) -> float:
+        """Norm of a sample over the norm of what it is a sample of."""
+        return float(self.num_columns**0.5)
+
+    @property
+    def norm(self) -> float:
+        """Estimate of ‖H‖_F."""
+        return float((self._squares / max(1, self._num_squares)) ** 0.5)
+
+    def begin(self, dense: tuple[LeafBlocks | Coupling, ...], rows: LevelRows) -> None:
+        """Start with the leaves; the dense blocks are taken off all products."""
+        self._dense, self._rows = dense, rows
+
+    def grow(self, num_columns: int) -> None:
+        """Draw columns until there are ``num_columns``, and carry them to the current level."""
+        self._products.require_memory(num_columns - self.num_columns)
+        width = max(16, min(_MAX_PANEL, _PANEL_FLOATS // (self._products.rows.numel() + 1)))
+        while self.num_columns < num_columns:
+            missing = min(width, num_columns - self.num_columns)
+            panel = _Panel(*self._products.panel(len(self._panels), missing))
+            self._squares += float(
+                torch.linalg.vector_norm(panel.outputs, dtype=torch.float64).square()
+            )
+            self._num_squares += panel.inputs.shape[1]
+            for blocks in self._dense:
+                blocks.add_product(panel.inputs, panel.outputs, -1.0)
+            for level in self._levels:
+                panel = _carry(panel, level)
+            self._panels.append(panel)
+
+    def samples(self, nodes: Tensor, table: Tensor) -> Tensor:
+        """Samples of the rows of nodes, by their places on the current level, (B, m, s)."""
+        result = torch.empty(
+            *table.shape,
+            self.num_columns,
+            dtype=self._products.source.dtype,
+            device=table.device,
+        )
+        start = 0
+        for panel in self._panels:
+            stop = start + panel.outputs.shape[1]
+            part = panel.outputs.index_select(0, table.reshape(-1))
+            result[:, :, start:stop] = part.view(*table.shape, part.shape[1])
+            start = stop
+        return result
+
+    def entries(self, places: Tensor) -> tuple[EntrySource, Tensor]:
+        """The source, and the matrix rows at some places of the current level."""
+        assert self._rows is not None
+        return self._products.source, self._products.rows[self._rows.positions[places]]
+
+    def ascend(self, level: Level, places: Tensor, rows: LevelRows) -> None:
+        """Carry the sketch to the next level."""
+        self._rows = rows
+        self._levels.append(level)
+        for place, panel in enumerate(self._panels):
+            self._panels[place] = _carry(panel, level)
+
+    def held_out(self) -> tuple[Tensor, Tensor]:
+        """Random vectors that no sample was made of, (N, k), and their products."""
+        size, rows = self._products.source.shape[0], self._products.rows
+        inputs, outputs = (
+            torch.zeros(size, t.shape[1], dtype=t.dtype, device=t.device).index_copy_(
+                0, rows, t[:-1]
+            )
+            for t in self._products.held_out
+        )
+        return inputs, outputs
+
+
+def random_products(
+    source: EntrySource, rows: Tensor, num_columns: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Gaussian vectors Ω and their products HΩ.
+
+    Args:
+        source: H, with a product.
+        rows: the rows where Ω is not zero, (M,).
+        num_columns: number k of columns.
+        generator: where the random numbers come from.
+
+    Returns:
+        Ω and HΩ on these rows, with a last row of zeros: (M + 1, k) each.
+    """
+    dtype, device = source.dtype, source.device
+    inputs = torch.zeros(rows.numel() + 1, num_columns, dtype=dtype, device=device)
+    inputs[:-1].normal_(generator=generator)
+    whole = torch.zeros(source.shape[0], num_columns, dtype=dtype, device=device)
+    whole.index_copy_(0, rows, inputs[:-1])
+    products = product(source, whole)
+    if products.shape != whole.shape:
+        raise ValueError(
+            f"source @ matrix must have shape {tuple(whole.shape)}; got {tuple(products.shape)}"
+        )
+    outputs = torch.zeros_like(inputs)
+    torch.index_select(products, 0, rows, out=outputs[:-1])
+    if not bool(torch.isfinite(torch.linalg.vector_norm(outputs))):
+        raise ValueError("a product with the source has entries that are NaN or infinite")
+    return inputs, outputs
+
+
+def _carry(panel: _Panel, level: Level) -> _Panel:
+    """A panel on the next level: Ω̂ = PᵀΩ, and the products of the skeleton rows without BΩ̂."""
+    inputs = level.gather(panel.inputs)
+    outputs = torch.zeros_like(inputs)
+    for basis in level.bases:
+        index = basis.skeleton.reshape(-1)
+        outputs.index_copy_(0, basis.target.reshape(-1), panel.outputs.index_select(0, index))
+    level.add_couplings(inputs, outputs, -1.0)
+    return _Panel(inputs, outputs)

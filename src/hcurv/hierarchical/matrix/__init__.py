@@ -1,0 +1,1 @@
+"""HMatrix: the compressed matrix, its entries, files and pictures."""

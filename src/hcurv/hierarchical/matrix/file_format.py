@@ -1,0 +1,199 @@
+"""The file format: one safetensors file per object, self-describing, never pickled.
+
+Indices are stored as int32 where that suffices. The metadata hold the name and version of the
+format, a JSON description of everything that is not a tensor, and a checksum of every tensor.
+Writing is atomic: an existing file is replaced only once the new one is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Container, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from hcurv.files import check_target, write_atomically
+from hcurv.hierarchical.tree.cluster_tree import ClusterTree
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+T = TypeVar("T")
+
+__all__ = ["FLOAT_TYPES", "FileFormatError", "make_tree", "read_file", "write_file"]
+
+# Version 2 added global parts; version 3 a damping for each row, and the layout of the parameters.
+_VERSION = 3
+FLOAT_TYPES = {"float32": torch.float32, "float64": torch.float64}
+_INT32 = torch.iinfo(torch.int32).max
+
+
+class _HasTree(Protocol):
+    """What every stored object has."""
+
+    tree: ClusterTree
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+class FileFormatError(ValueError):
+    """A file is not a readable hcurv file; the message says why.
+
+    Examples:
+        >>> with open("notes.txt", "w") as file:
+        ...     _ = file.write("not a matrix")
+        >>> try:
+        ...     hcurv.load("notes.txt")
+        ... except hcurv.FileFormatError as error:
+        ...     print("truncated or no safetensors file" in str(error))
+        True
+    """
+
+
+def _safetensors() -> ModuleType:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError(
+            "files need the package safetensors: pip install 'hcurv[files]'"
+        ) from error
+    return safetensors.torch
+
+
+def write_file(
+    stored: _HasTree,
+    path: str | PathLike[str],
+    file_format: str,
+    named: Mapping[str, Tensor],
+    special: Mapping[str, Any],
+) -> None:
+    """Write the tree of an object together with its own tensors and description.
+
+    Args:
+        stored: the object.
+        path: where to write; an existing file is replaced once the new one is complete.
+        file_format: what `read_file` recognises the file by.
+        named: its tensors by name, apart from those of the tree.
+        special: what else describes it, to be stored as JSON.
+    """
+    library = _safetensors()
+    target = check_target(path)
+    tree = stored.tree
+    short = tree.size < _INT32
+    tensors = {
+        name: (tensor.int() if short and not tensor.is_floating_point() else tensor)
+        .detach()
+        .cpu()
+        .contiguous()
+        for name, tensor in {"permutation": tree.permutation, **named}.items()
+    }
+    description = {
+        "size": tree.size,
+        "depth": tree.depth,
+        "ordering": tree.ordering,
+        "scores": tree.scores,
+        "dtype": str(stored.dtype).removeprefix("torch."),
+        **special,
+        "checksums": {name: _checksum(tensor) for name, tensor in tensors.items()},
+    }
+    text = json.dumps(description)
+    metadata = {
+        "format": file_format,
+        "version": str(_VERSION),
+        "description": text,
+        "checksum": str(zlib.crc32(text.encode())),
+    }
+    write_atomically(target, lambda name: library.save_file(tensors, name, metadata))
+
+
+def _checksum(tensor: Tensor) -> int:
+    values = zlib.crc32(tensor.numpy().tobytes()) if tensor.numel() else 0
+    return zlib.crc32(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), values)
+
+
+def read_file(
+    path: str | PathLike[str],
+    device: torch.device | str,
+    makers: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Tensor]], T]],
+) -> T:
+    """Read a file that `write_file` wrote.
+
+    Args:
+        path: the file.
+        device: where the tensors shall live.
+        makers: for every known format, what makes an object from the description and the tensors.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        FileFormatError: it is foreign, damaged, or of a newer format.
+    """
+    library = _safetensors()
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no such file: {path}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+        description = _read_description(path, metadata, makers)
+        tensors = library.load_file(path)
+    except SafetensorError as error:
+        raise FileFormatError(
+            f"{path} is truncated or no safetensors file ({error}); write it again"
+        ) from error
+    checksums = description.get("checksums", {})
+    if checksums.keys() != tensors.keys() or any(
+        _checksum(tensor) != checksums[name] for name, tensor in tensors.items()
+    ):
+        raise FileFormatError(f"{path} is damaged: checksums do not match; write it again")
+    # Copies are aligned as new tensors are: what is computed from them is the same bit for bit.
+    moved = {
+        name: tensor.to(device, None if tensor.is_floating_point() else torch.long, copy=True)
+        for name, tensor in tensors.items()
+    }
+    try:
+        return makers[metadata["format"]](description, moved)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise FileFormatError(f"{path} is damaged: {error!r}; write it again") from error
+
+
+def _read_description(
+    path: Path, metadata: Mapping[str, str], formats: Container[str]
+) -> dict[str, Any]:
+    if metadata.get("format", "") not in formats:
+        found = metadata.get("format", "another program")
+        raise FileFormatError(f"{path} holds nothing of hcurv (it is by {found})")
+    version = metadata.get("version", "")
+    if not version.isdigit():
+        raise FileFormatError(f"{path} is damaged: its version is {version!r}")
+    if int(version) > _VERSION:
+        raise FileFormatError(
+            f"{path} has format version {version}, this hcurv reads up to {_VERSION}: upgrade hcurv"
+        )
+    if int(version) < _VERSION:
+        raise FileFormatError(
+            f"{path} has format version {version}, which is no longer read: compress again"
+        )
+    text = metadata.get("description", "")
+    if str(zlib.crc32(text.encode())) != metadata.get("checksum"):
+        raise FileFormatError(f"{path} is damaged: checksums do not match; write it again")
+    description: dict[str, Any] = json.loads(text)
+    return description
+
+
+def make_tree(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ClusterTree:
+    """Return the tree that a file holds."""
+    return ClusterTree(
+        size=description["size"],
+        permutation=tensors["permutation"],
+        depth=description["depth"],
+        ordering=description["ordering"],
+        scores=description["scores"],
+    )

@@ -1,0 +1,185 @@
+"""The options of `hcurv.compress`: checks, presets and defaults."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import SupportsIndex
+
+import torch
+from torch import Tensor
+
+from hcurv.hierarchical.tree.cluster_tree import Distance
+from hcurv.indexing import check_count, check_seed
+from hcurv.operators import EntrySource
+from hcurv.sources import has_product
+
+__all__ = ["Options", "check_options"]
+
+
+@dataclass(frozen=True)
+class _Preset:
+    leaf_size: int
+    max_rank: int
+    tolerance: float
+
+
+_PRESETS = {  # the paper's settings
+    "low": _Preset(leaf_size=128, max_rank=128, tolerance=5e-2),
+    "high": _Preset(leaf_size=1024, max_rank=1024, tolerance=5e-4),
+}
+_DEFAULT_TOLERANCE = 5e-2
+# Where storage alone is asked for, the tolerance is this multiple of the machine epsilon, which no
+# build can go below.
+_FINEST = 10
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a compression is asked for.
+
+    Attributes:
+        tolerance: relative error to aim at.
+        leaf_size: largest leaf; None to choose.
+        max_rank: rank cap, or None.
+        global_rank: columns of the global part; None to choose.
+        near_budget: share of the leaves that may be near to a leaf.
+        max_storage: largest number of floats over N², or None.
+        ordering: name or permutation; "auto" to choose.
+        method: "sketch" or "neighbors"; "auto" to choose.
+        distance: distance of nearest neighbours.
+        damping: A + damping·I has to be positive definite; None if it need not be.
+        seed: seed of everything random.
+        progress: whether to show what is being done.
+    """
+
+    tolerance: float | None
+    leaf_size: int | None
+    max_rank: int | None
+    global_rank: int | None
+    near_budget: float
+    max_storage: float | None
+    ordering: str | Tensor
+    method: str
+    distance: Distance
+    damping: float | None
+    seed: int
+    progress: bool
+
+    def for_source(self, source: EntrySource) -> Options:
+        """These options with the defaults that depend on the source.
+
+        Raises:
+            ValueError: the source cannot be compressed in this way.
+        """
+        product, method, tolerance = has_product(source), self.method, self.tolerance
+        if method == "auto":
+            method = "sketch" if product else "neighbors"
+        if method == "sketch" and not product:
+            raise ValueError(
+                f'method="sketch" needs products, but {type(source).__name__} has no "@"; use'
+                ' method="neighbors"'
+            )
+        if method == "neighbors" and self.max_storage is not None:
+            raise ValueError('max_storage needs products: use method="sketch", or a tolerance')
+        if method == "neighbors" and self.global_rank:
+            raise ValueError('global_rank needs products: use method="sketch", or global_rank=0')
+        if tolerance is None:
+            tolerance = _DEFAULT_TOLERANCE
+            if self.max_storage is not None:
+                tolerance = _FINEST * torch.finfo(source.dtype).eps
+            elif self.max_rank is not None:
+                tolerance = 0.0  # a rank cap is an accuracy by itself
+        rank = self.global_rank
+        if rank is not None:
+            rank = check_count(rank, "global_rank", least=0, most=source.shape[0])
+        elif method == "neighbors" or (tolerance == 0 and self.max_rank is not None):
+            rank = 0
+        return replace(self, tolerance=tolerance, global_rank=rank, method=method)
+
+
+def check_options(
+    *,
+    accuracy: str | None,
+    tolerance: float | None,
+    leaf_size: int | None,
+    max_rank: int | None,
+    global_rank: int | str,
+    near_budget: float,
+    max_storage: float | None,
+    ordering: str | Tensor,
+    method: str,
+    distance: Distance,
+    positive_definite: bool,
+    damping: float | None,
+    seed: SupportsIndex,
+    progress: bool,
+) -> Options:
+    """Check the options of `hcurv.compress` as far as that is possible without the matrix.
+
+    Raises:
+        TypeError, ValueError: an option is not what it should be; the message says which one.
+    """
+    if accuracy is not None and accuracy not in _PRESETS:
+        known = " or ".join(f'"{name}"' for name in _PRESETS)
+        raise ValueError(f"accuracy must be {known}; got {accuracy!r}")
+    if tolerance is not None:
+        tolerance = _check_tolerance(tolerance)
+    if leaf_size is not None:
+        leaf_size = check_count(leaf_size, "leaf_size")
+    if max_rank is not None:
+        max_rank = check_count(max_rank, "max_rank", least=0)
+    if accuracy is not None:
+        preset = _PRESETS[accuracy]
+        leaf_size = preset.leaf_size if leaf_size is None else leaf_size
+        max_rank = preset.max_rank if max_rank is None else max_rank
+        tolerance = preset.tolerance if tolerance is None else tolerance
+    if isinstance(global_rank, str) and global_rank != "auto":
+        raise ValueError(f'global_rank must be a number or "auto"; got {global_rank!r}')
+    if method not in ("auto", "sketch", "neighbors"):
+        raise ValueError(f'method must be "auto", "sketch" or "neighbors"; got {method!r}')
+    if distance not in ("angle", "gram"):
+        raise ValueError(f'distance must be "angle" or "gram"; got {distance!r}')
+    if positive_definite and (damping is None or not 0 < damping < math.inf):
+        raise ValueError(
+            "positive_definite=True needs a positive damping, as in positive_definite=True,"
+            f" damping=1e-3; got {damping!r}"
+        )
+    if damping is not None and not positive_definite:
+        raise ValueError(
+            "damping is for positive_definite=True only; to factorize with a damping use"
+            " A.factorize(damping)"
+        )
+    if not (isinstance(near_budget, int | float) and 0 <= near_budget < 1):
+        raise ValueError(f"near_budget is a share of the leaves, 0 ≤ share < 1; got {near_budget}")
+    if near_budget and positive_definite:
+        raise ValueError(
+            "positive_definite=True is for matrices to factorize, without a near field: use"
+            " near_budget=0"
+        )
+    if max_storage is not None and not 0 < max_storage < math.inf:
+        raise ValueError(f"max_storage is a share of N², positive; got {max_storage}")
+    return Options(
+        tolerance,
+        leaf_size,
+        max_rank,
+        None if isinstance(global_rank, str) else global_rank,
+        near_budget,
+        max_storage,
+        ordering,
+        method,
+        distance,
+        damping,
+        check_seed(seed),
+        progress,
+    )
+
+
+def _check_tolerance(tolerance: float) -> float:
+    try:
+        is_valid = math.isfinite(tolerance) and tolerance >= 0
+    except TypeError:
+        is_valid = False
+    if not is_valid:
+        raise ValueError(f"tolerance must be a number of at least 0; got {tolerance!r}")
+    return float(tolerance)

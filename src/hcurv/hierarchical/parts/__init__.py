@@ -1,0 +1,1 @@
+"""The parts that hierarchical matrices and their factorizations are made of."""

@@ -1,0 +1,163 @@
+"""What to store: how much of a matrix globally, how much in the tree, and in which tree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Candidate", "Plan", "RankProfile", "tolerance_step", "tree_floats"]
+
+# The floats above the leaves grow like depth^0.4, because with fewer levels each of them may make a
+# larger error. The exponent was fitted on Gauss-Newton Hessians.
+_RELIEF = 0.4
+# The number of floats grows like tolerance^-0.7 (fitted on the same matrices).
+_DECAY = 0.7
+# The ranks of longer nodes are extrapolated from the last two steps of known ones.
+_FIT = 2
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to store a matrix.
+
+    Attributes:
+        global_rank: number of columns of the global part.
+        leaf_size: largest leaf of the tree; 0 for no tree at all.
+        ordering: ordering of the tree.
+        floats: estimate of the number of floats that are stored.
+    """
+
+    global_rank: int
+    leaf_size: int
+    ordering: str
+    floats: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The way in which a matrix is stored, and others that were looked at.
+
+    Attributes:
+        tolerance: relative error to aim at.
+        size: number N of rows.
+        chosen: what was chosen.
+        others: the best candidates with other global ranks, best first.
+
+    Examples:
+        >>> print(hcurv.compress(torch.ones(100, 100), tolerance=1e-2).plan)
+        Plan for a relative error of 1.0e-02, N = 100 (estimates)
+          global rank  leaves    stored  ordering
+        →           1       –   1.0000%  none
+                    0      16  13.3700%  natural
+    """
+
+    tolerance: float
+    size: int
+    chosen: Candidate
+    others: tuple[Candidate, ...] = ()
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Plan:
+        """Make a plan from what `dataclasses.asdict` made of one.
+
+        Examples:
+            >>> from dataclasses import asdict
+            >>> plan = hcurv.compress(torch.ones(100, 100)).plan
+            >>> hcurv.Plan.from_dict(asdict(plan)) == plan
+            True
+        """
+        chosen, *others = (Candidate(**c) for c in (values["chosen"], *values["others"]))
+        return cls(values["tolerance"], values["size"], chosen, tuple(others))
+
+    def __str__(self) -> str:
+        """A small table of the choice and its alternatives."""
+        lines = [
+            f"Plan for a relative error of {self.tolerance:.1e}, N = {self.size} (estimates)",
+            f"  {'global rank':>11} {'leaves':>7} {'stored':>9}  ordering",
+        ]
+        for candidate in (self.chosen, *self.others):
+            mark = "→" if candidate is self.chosen else " "
+            leaves = str(candidate.leaf_size) if candidate.leaf_size else "–"
+            lines.append(
+                f"{mark} {candidate.global_rank:>11} {leaves:>7}"
+                f" {candidate.floats / self.size**2:>9.4%}  {candidate.ordering}"
+            )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class RankProfile:
+    """How ranks grow with the number of rows of a node.
+
+    Attributes:
+        num_rows: number of rows of the matrix.
+        depth: depth of the tree in which the ranks were found.
+        lengths: numbers of rows of nodes, ascending.
+        means: mean ranks r of nodes of these lengths.
+        roots: roots of the means of r².
+        certain: whether all levels that were tried are among them, which is so if the samples had
+            columns enough.
+    """
+
+    num_rows: int
+    depth: float
+    lengths: tuple[int, ...]
+    means: tuple[float, ...]
+    roots: tuple[float, ...]
+    certain: bool
+
+    def at_leaf(self, length: float) -> float:
+        """Floats of a leaf with some number of rows: its block, its basis and half a coupling."""
+        mean, root = self._at(length, self.means), self._at(length, self.roots)
+        return length**2 + max(0.0, length * mean - root**2 / 2)
+
+    def at(self, length: float) -> float:
+        """Floats of a node above the leaves: its basis, and half of the coupling with its sibling.
+
+        They are (m − r) r + r²/2 if the skeletons of its children have m rows.
+        """
+        rows, rank = 2 * self._at(length / 2, self.roots), self._at(length, self.roots)
+        return max(0.0, rows - rank) * rank + rank**2 / 2
+
+    def _at(self, length: float, ranks: tuple[float, ...]) -> float:
+        """A rank between or beyond the known lengths, on straight lines in logarithmic scale.
+
+        A node of nearly all rows has few columns outside of it, which bounds its rank. So lengths
+        are multiplied by the share of rows outside.
+        """
+        if not ranks or ranks[0] == 0.0:
+            return 0.0
+        length = self._outside(length)
+        lengths = [self._outside(known) for known in self.lengths]
+        if length <= lengths[0]:
+            return ranks[0] * length / lengths[0]
+        last = next((i for i, known in enumerate(lengths) if known >= length), len(lengths) - 1)
+        if last == 0 or 0.0 in (ranks[last - 1], ranks[last]):
+            return ranks[last]
+        first = last - 1 if length <= lengths[-1] else max(0, last - _FIT)
+        slope = math.log(ranks[last] / ranks[first]) / math.log(lengths[last] / lengths[first])
+        if length > lengths[-1]:
+            slope = min(max(slope, 0.0), 1.0)
+        return float(ranks[last] * (length / lengths[last]) ** slope)
+
+    def _outside(self, length: float) -> float:
+        return length * (1 - length / max(1, self.num_rows))
+
+
+def tree_floats(num_rows: int, depth: int, profile: RankProfile) -> float:
+    """Floats of a tree of some depth: the blocks of its leaves, all bases and couplings."""
+    length = num_rows / 2**depth
+    if depth == 0:
+        return float(length**2)
+    above = sum(2**level * profile.at(num_rows / 2**level) for level in range(1, depth))
+    # With fewer levels each of them may make a larger error, so that all ranks are smaller.
+    fewer = (depth / profile.depth) ** _RELIEF
+    return float(2**depth * profile.at_leaf(length) + fewer * above)
+
+
+def tolerance_step(floats: int, wanted: int) -> float:
+    """The factor by which to change a tolerance that took some floats, to take ``wanted`` ones."""
+    step = math.pow(floats / max(1, wanted), 1 / _DECAY)
+    return min(max(step, 0.1), 10.0)

@@ -1,0 +1,372 @@
+"""Choose what to store, from few products and entries, before anything is built.
+
+A global part of rank g takes g floats a row, and makes the ranks of the tree smaller. The ranks
+that a tolerance asks for are found by building a few subtrees, for several g. From how they grow
+with the length of a node follows the number of floats of a tree with leaves of any size. The
+products that were drawn for this serve the build, as samples or for the global part; only those
+that sharpened a global part which is not used are lost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hcurv.hierarchical.building.construct import BuildStart
+from hcurv.hierarchical.building.phases import Phases
+from hcurv.hierarchical.building.sampler import num_columns_for
+from hcurv.hierarchical.parts.global_part import GlobalPart
+from hcurv.hierarchical.parts.plan import Candidate, Plan, RankProfile, tolerance_step, tree_floats
+from hcurv.hierarchical.planning.rank_trial import Subtrees, TrialLevel
+from hcurv.hierarchical.planning.sampled_matrix import SampledMatrix
+from hcurv.hierarchical.tree.cluster_tree import ClusterTree, cluster, depth_for
+from hcurv.operators import EntrySource
+from hcurv.sources import structural_orders
+
+__all__ = ["prepare"]
+
+# Four subtrees of 512 rows with leaves of 16 are tried. More or larger ones predict ranks better,
+# and cost more entries and time.
+_SUBTREE_ROWS, _NUM_SUBTREES, _TRIAL_LEAF = 512, 4, 16
+# Leaf sizes to choose from.
+_LEAF_SIZES = (16, 32, 64, 128, 256, 512, 1024)
+# The first sample has 128 columns, and half as many if the matrix has so many rows that products
+# are the most expensive part. It is doubled up to 384 columns if ranks turn out to be large.
+_FIRST_COLUMNS, _MAX_COLUMNS = 128, 384
+_MANY_ROWS = 2**19
+# The first sketch for a global part has this many columns.
+_FIRST_WIDTH = 64
+# A sketch has this many columns for each column of the global part that is made of it.
+_USABLE = 1.25
+# If fewer than this share of the columns of a sketch are independent, they span the whole range of
+# the matrix.
+_FULL = 0.9
+# A global rank that was extrapolated is too small as a rule, and is multiplied by this.
+_BEYOND = 1.25
+# An error that was measured on a sample has to be below this share of the tolerance.
+_SAFETY = 0.97
+# The tolerance that a number of floats allows is found in at most six steps, to 5 % of the floats.
+_STORAGE_STEPS, _STORAGE_MATCH = 6, 0.05
+# For a tolerance of 0, trees are estimated at this multiple of the machine epsilon.
+_FINEST = 10
+# Trees are first estimated at this tolerance, if storage is what is asked for. For a tolerance of 0
+# without a choice of the global rank, they are compared at it.
+_DEFAULT_TOLERANCE = 1e-2
+# Columns of the global part that change the error by less than this factor are rounding.
+_ROUNDING = 1.05
+
+
+def prepare(
+    source: EntrySource,
+    diagonal: Tensor,
+    tolerance: float,
+    *,
+    leaf_size: int | None,
+    ordering: str | Tensor,
+    global_rank: int | None,
+    max_floats: int | None = None,
+    seed: int = 0,
+    orders: Mapping[str, Tensor] | None = None,
+    phases: Phases | None = None,
+) -> BuildStart:
+    """Choose global rank, leaf size and ordering, whichever are left open.
+
+    Args:
+        source: the matrix, with a product.
+        diagonal: its diagonal.
+        tolerance: relative error to plan for; 0 for as small as rounding allows.
+        leaf_size: largest leaf, or None to choose.
+        ordering: a name, a permutation, or "auto" to choose among the orders that the source
+            offers, or else the orders by distance.
+        global_rank: number of columns of the global part, or None to choose.
+        max_floats: largest number of floats to store. The tolerance is then the smallest that this
+            allows, and not below the one given.
+        seed: seed of everything random.
+        orders: orders of the rows by name; None to ask the source for them.
+        phases: where to count the time and show progress.
+    """
+    phases = Phases() if phases is None else phases
+    leaf_sizes = _LEAF_SIZES if leaf_size is None else (leaf_size,)
+    if orders is None:
+        orders = structural_orders(source)
+    names: Sequence[str | Tensor] = [ordering]
+    if isinstance(ordering, str) and ordering == "auto":
+        names = list(orders) or ["natural", "angle", "gram"]
+    trees = {}
+    for name in names:
+        phases.describe("planning: ordering the rows")
+        tree = cluster(
+            source,
+            leaf_size=leaf_sizes[0],
+            ordering=name,
+            seed=seed,
+            diagonal=diagonal,
+            orders=orders,
+        )
+        trees[tree.ordering] = tree
+    planner = _Planner(source, trees, leaf_sizes, seed, phases)
+    return planner.run(tolerance, global_rank, max_floats)
+
+
+class _Planner:
+    """Candidates and their estimates.
+
+    Args:
+        source: the matrix.
+        trees: one for each ordering, as deep as the smallest leaves ask for.
+        leaf_sizes: sizes to choose from, ascending.
+        seed: seed of everything random.
+        phases: where to count the time and show progress.
+    """
+
+    def __init__(
+        self,
+        source: EntrySource,
+        trees: Mapping[str, ClusterTree],
+        leaf_sizes: Sequence[int],
+        seed: int,
+        phases: Phases,
+    ) -> None:
+        self._source, self._trees = source, dict(trees)
+        self._leaf_sizes, self._phases = leaf_sizes, phases
+        rows = next(iter(trees.values())).permutation
+        self._known = SampledMatrix(source, rows, seed, phases)
+        self._num_rows = rows.numel()
+        self._places = rows.new_full((source.shape[0],), -1)  # of rows in the sample
+        self._places[rows] = torch.arange(rows.numel(), device=source.device)
+        self._subtrees = {name: self._make_subtrees(tree) for name, tree in trees.items()}
+        self._profiles: dict[tuple[str, int, float], RankProfile] = {}
+
+    def run(self, tolerance: float, global_rank: int | None, max_floats: int | None) -> BuildStart:
+        """Choose what is left open, and prepare the build of it."""
+        self._grow_sample(_FIRST_COLUMNS if self._num_rows < _MANY_ROWS else _FIRST_COLUMNS // 2)
+        if global_rank:
+            self._make_factor(min(self._num_rows, num_columns_for(global_rank)))
+        if self._num_rows < 2:
+            global_rank = 0
+        rank = None if global_rank is None else min(global_rank, self._known.factor.shape[1])
+        if rank is not None and len(self._trees) == len(self._leaf_sizes) == 1:
+            if max_floats is None:
+                only = Candidate(rank, self._leaf_sizes[0], next(iter(self._trees)), 0)
+                return self._finish(None, only)
+        if max_floats is not None:
+            candidates, tolerance = self._choose_within(max_floats, tolerance, rank)
+        elif tolerance == 0 and rank is None:
+            candidates = self._choose_exact()
+        else:
+            candidates = self._choose(tolerance or _DEFAULT_TOLERANCE, rank)
+        plan = Plan(tolerance, self._source.shape[0], candidates[0], tuple(candidates[1:]))
+        return self._finish(plan, candidates[0])
+
+    def _grow_sample(self, num_columns: int) -> None:
+        self._known.grow_sample(num_columns)
+        self._profiles.clear()
+
+    def _make_factor(self, width: int) -> None:
+        self._known.make_factor(width)
+        self._profiles = {key: value for key, value in self._profiles.items() if key[1] == 0}
+
+    @property
+    def _max_width(self) -> int:
+        """Largest number of columns of a sketch for a global part."""
+        return min(self._num_rows, max(_FIRST_WIDTH, self._known.affordable))
+
+    @property
+    def _max_columns(self) -> int:
+        """Largest number of columns of a sample."""
+        return max(_FIRST_COLUMNS, min(_MAX_COLUMNS, self._known.affordable))
+
+    def _choose_within(
+        self, max_floats: int, least: float, rank: int | None
+    ) -> tuple[list[Candidate], float]:
+        """The most accurate way that takes no more floats, with others, and its tolerance."""
+        tolerance = max(_DEFAULT_TOLERANCE, least)
+        for number in range(_STORAGE_STEPS):
+            # The tree alone shows about what is possible, and is cheaper to estimate.
+            alone = rank is None and number < _STORAGE_STEPS // 2
+            candidates = self._choose(tolerance, 0 if alone else rank)
+            ratio = candidates[0].floats / max(1, max_floats)
+            is_close = abs(ratio - 1) < _STORAGE_MATCH or (ratio < 1 and tolerance <= least)
+            if is_close and not alone:
+                break
+            step = tolerance_step(candidates[0].floats, max_floats)
+            tolerance = min(max(tolerance * step, least), 1.0)
+        best = candidates[0]
+        if rank is None and best.leaf_size == 0 and tolerance > least:
+            # A global part alone may as well use all of the storage.
+            rank = max_floats // self._num_rows
+            if rank > best.global_rank:
+                self._make_factor(min(math.ceil(_USABLE * rank), self._max_width))
+            rank = min(rank, self._known.factor.shape[1])
+            candidates[0] = replace(best, global_rank=rank, floats=rank * self._num_rows)
+            tolerance = self._known.residual(rank)
+        return candidates, tolerance
+
+    def _choose_exact(self) -> list[Candidate]:
+        """A tree alone, or a global part alone of the numerical rank of the matrix, best first.
+
+        A global part and a tree together are no choice here: what the global part leaves is
+        rounding, which no tree compresses.
+        """
+        candidates = self._best_by_rank([0], _FINEST * torch.finfo(self._source.dtype).eps)
+        width = _FIRST_WIDTH
+        while True:
+            # A global part must not take more than the tree.
+            useful = math.ceil(_USABLE * candidates[0].floats / self._num_rows) + 1
+            width = min(width, useful, self._max_width)
+            self._make_factor(width)
+            rank = self._known.factor.shape[1]
+            if rank < _FULL * width:
+                rank = int(self._known.rank_for(_ROUNDING * self._known.residual(rank), rank))
+                alone = Candidate(rank, 0, "none", rank * self._num_rows)
+                return sorted([*candidates, alone], key=lambda candidate: candidate.floats)
+            if width == min(useful, self._max_width):
+                return candidates
+            width *= 2
+
+    def _choose(self, tolerance: float, rank: int | None) -> list[Candidate]:
+        """The best candidate for every global rank that was looked at, best first."""
+        if rank is not None:
+            # If only orderings are compared, estimates may all be too small in the same way.
+            return self._best_by_rank([rank], tolerance, patient=len(self._leaf_sizes) > 1)
+        candidates = self._best_by_rank([0], tolerance)
+        width = max(_FIRST_WIDTH, self._known.sketch[0].shape[1])
+        while True:
+            # A global part alone must not take more than the best candidate so far.
+            useful = math.ceil(_USABLE * candidates[0].floats / self._num_rows) + 1
+            drawn = self._known.sketch[0].shape[1]
+            if width > drawn:
+                width = min(width, max(useful, drawn), self._max_width)
+                self._make_factor(width)
+            rank = self._known.factor.shape[1]
+            limit = min(int(width / _USABLE), rank)
+            is_last = width >= min(useful, self._max_width) or rank < _FULL * width
+            alone = self._known.rank_for(_SAFETY * tolerance, limit)
+            if is_last or not limit < alone < candidates[0].floats / self._num_rows:
+                ranks = {0, limit // 4, limit // 2, limit}
+                if alone <= limit:
+                    ranks = {rank for rank in ranks if rank < alone} | {int(alone)}
+                candidates = self._best_by_rank(sorted(ranks), tolerance)
+            best = candidates[0]
+            is_hopeful = limit < alone < best.floats / self._num_rows
+            if is_last or not (is_hopeful or (best.leaf_size and 2 * best.global_rank > limit)):
+                return candidates
+            factor = max(1.5, _USABLE * _BEYOND * alone / width) if is_hopeful else math.inf
+            width = math.ceil(min(factor, 3.0) * width)
+
+    def _best_by_rank(
+        self, ranks: Sequence[int], tolerance: float, patient: bool = True
+    ) -> list[Candidate]:
+        """The best candidate for every global rank, best first.
+
+        If it is ``patient``, the sample grows until the best estimate is certain.
+        """
+        while True:
+            estimates = []
+            for rank in ranks:
+                names = self._orderings(tolerance)
+                options = [self._best_leaves(name, rank, tolerance) for name in names]
+                estimates.append(min(options, key=lambda option: option[0].floats))
+            estimates.sort(key=lambda option: option[0].floats)
+            is_certain = estimates[0][1]
+            if is_certain or not patient or self._known.num_columns >= self._max_columns:
+                return [candidate for candidate, _ in estimates]
+            self._grow_sample(min(2 * self._known.num_columns, self._max_columns))
+
+    def _orderings(self, tolerance: float) -> list[str]:
+        """The orderings to look at: once there is a global part, only the best without it."""
+        names = list(self._trees)
+        if len(names) == 1 or self._known.factor.shape[1] == 0:
+            return names
+        return [min(names, key=lambda name: self._best_leaves(name, 0, tolerance)[0].floats)]
+
+    def _depth(self, leaf_size: int, tree: ClusterTree) -> int:
+        return min(depth_for(self._source.shape[0], leaf_size), tree.depth)
+
+    def _best_leaves(self, name: str, rank: int, tolerance: float) -> tuple[Candidate, bool]:
+        """The candidate with the best leaf size, and whether the sample had columns enough."""
+        shared = rank * self._num_rows
+        if self._known.residual(rank) <= _SAFETY * tolerance:
+            return Candidate(rank, 0, "none", shared), True
+        profile = self._trial(name, rank, tolerance)
+        best: Candidate | None = None
+        for leaf_size in self._leaf_sizes:
+            depth = self._depth(leaf_size, self._trees[name])
+            floats = shared + round(tree_floats(self._num_rows, depth, profile))
+            if best is None or floats < best.floats:
+                best = Candidate(rank, leaf_size, name, floats)
+        assert best is not None
+        return best, profile.certain
+
+    def _trial(self, name: str, rank: int, tolerance: float) -> RankProfile:
+        """The ranks in a few subtrees of an ordering, beside a global part."""
+        if (name, rank, tolerance) not in self._profiles:
+            subtrees, known = self._subtrees[name], self._known
+            levels = []
+            if subtrees is not None:
+                self._phases.describe(
+                    f"planning: ranks for a relative error of {tolerance:.1e} beside a global part"
+                    f" of rank {rank}"
+                )
+                factor = known.factor[:, :rank]
+                levels = subtrees.ranks(*known.sample, factor, tolerance, known.norm)
+            self._profiles[name, rank, tolerance] = self._profile(levels)
+        return self._profiles[name, rank, tolerance]
+
+    def _profile(self, levels: list[TrialLevel]) -> RankProfile:
+        """How ranks grow, from the levels whose ranks are well below the number of columns."""
+        num_columns = self._known.num_columns
+        known = [x for x in levels if num_columns_for(int(x.ranks.max())) <= num_columns]
+        known = known if len(known) > 1 else levels[:2]
+        ranks = [level.ranks.double() for level in known]
+        return RankProfile(
+            self._num_rows,
+            max(1.0, math.log2(self._num_rows / levels[0].length)) if levels else 1.0,
+            tuple(level.length for level in known),
+            tuple(float(r.mean()) for r in ranks),
+            tuple(float(r.square().mean().sqrt()) for r in ranks),
+            len(known) == len(levels),
+        )
+
+    def _make_subtrees(self, tree: ClusterTree) -> Subtrees | None:
+        order = tree.permutation
+        length = min(_SUBTREE_ROWS, 2 ** int(math.log2(max(1, order.numel() // 2))))
+        if order.numel() < 2:
+            return None
+        leaf_length = min(_TRIAL_LEAF, length)
+        return Subtrees(self._source, order, self._places, length, leaf_length, _NUM_SUBTREES)
+
+    def _finish(self, plan: Plan | None, chosen: Candidate) -> BuildStart:
+        """Everything that the build of a candidate starts from."""
+        known, part = self._known, None
+        factor = known.factor[:, : chosen.global_rank]
+        if chosen.global_rank:
+            rows, order = known.rows.sort()
+            part = GlobalPart(rows, factor[order])
+        share = known.residual(chosen.global_rank)
+        if chosen.leaf_size == 0:
+            empty = ClusterTree(self._source.shape[0], known.rows[:0], 0, "none")
+            return BuildStart(plan, empty, 0, part, None, share)
+        tree = self._trees[chosen.ordering]
+        scores = {}
+        if plan is not None and len(self._trees) > 1:
+            wanted = plan.tolerance or _DEFAULT_TOLERANCE
+            for name in self._trees:
+                option, _ = self._best_leaves(name, chosen.global_rank, wanted)
+                scores[name] = float(option.floats)
+        tree = replace(tree, depth=self._depth(chosen.leaf_size, tree), scores=scores)
+        inputs, outputs = known.sample
+        if part is None:
+            inputs, outputs = (
+                torch.cat(pair, 1) for pair in zip(known.sample, known.sketch, strict=True)
+            )
+        else:
+            outputs[:-1].addmm_(factor, factor.T @ inputs[:-1], alpha=-1)
+        places = self._places[tree.permutation]
+        places = torch.cat([places, places.new_full((1,), self._num_rows)])
+        sketch = (inputs.index_select(0, places), outputs.index_select(0, places))
+        return BuildStart(plan, tree, chosen.leaf_size, part, sketch, share)

@@ -1,0 +1,1 @@
+"""Factorizations of hierarchical matrices: solves, log-determinants, samples, variances."""

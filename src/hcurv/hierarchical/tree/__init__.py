@@ -1,0 +1,1 @@
+"""Orders of the rows of a matrix, and the binary tree over an order."""

@@ -1,0 +1,144 @@
+"""Leading eigenpairs from random sketches of a positive semi-definite matrix H.
+
+Nyström: with Y = HΩ, H ≈ Y (ΩᵀY)⁻¹ Yᵀ, which is at most H, so that what it leaves is positive
+semi-definite (Tropp, Yurtsever, Udell, Cevher 2017). Single precision is orthonormalized by Gram
+matrices in double precision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["double_gram", "leading", "nystrom", "nystrom_of_sketch", "orthonormal"]
+
+# Rows are converted to double precision in strips of this many floats, which fit into a cache, but
+# of at least so many rows.
+_GRAM_FLOATS = 2**18
+_GRAM_ROWS = 256
+# A symmetric Gram matrix is computed in panels of this many rows, so that half of it is enough.
+_GRAM_PANEL = 128
+# Eigenvalues of a Gram matrix that are this small, relative to the largest, count as zero.
+_DEPENDENT = 1e-13
+# If the squared pivots of a Cholesky factor differ by less than this ratio, the factor is accurate
+# enough, and faster than eigenvectors.
+_SAFE = 1e-9
+# Eigenvectors of eigenvalues below this fraction of the largest are orthogonalized once more.
+_GRADED = 1e-4
+# A Gaussian matrix with at most this ratio of columns to rows has singular values within 1 ± 1/4.
+_TALL = 1 / 16
+
+
+def orthonormal(columns: Tensor, rounds: int = 2) -> Tensor:
+    """Return a basis of the range of tall columns. Single precision uses Gram matrices in double.
+
+    One round makes it well conditioned, a second one orthonormal.
+    """
+    if columns.dtype == torch.float64:
+        basis, triangle = torch.linalg.qr(columns)
+        sizes = triangle.diagonal().abs()
+        if not sizes.numel() or bool((sizes > _DEPENDENT * sizes.max()).all()):
+            return basis  # type: ignore[no-any-return]
+        basis, values, _ = torch.linalg.svd(columns, full_matrices=False)
+        basis = basis[:, values > torch.finfo(columns.dtype).eps * values[:1]]
+        return basis  # type: ignore[no-any-return]
+    for _ in range(rounds):
+        gram = double_gram(columns, columns)
+        norms = gram.diagonal().sqrt()
+        if not bool(norms.all()):
+            columns, gram = columns[:, norms > 0], gram[norms > 0][:, norms > 0]
+            norms = norms[norms > 0]
+        mixing = _whitening(gram / norms / norms[:, None]) / norms[:, None]
+        columns = columns @ mixing.to(columns.dtype)
+    return columns
+
+
+def _whitening(gram: Tensor) -> Tensor:
+    """Some M with Mᵀ gram M = I, in double precision: few columns where the matrix is singular."""
+    factor, failed = torch.linalg.cholesky_ex(gram)
+    sizes = factor.diagonal().square()
+    if gram.shape[0] and not bool(failed) and bool(sizes.min() > _SAFE * sizes.max()):
+        identity = torch.eye(gram.shape[0], dtype=gram.dtype, device=gram.device)
+        inverse: Tensor = torch.linalg.solve_triangular(factor.T, identity, upper=True)
+        return inverse
+    values, vectors = torch.linalg.eigh(gram)
+    keep = values > _DEPENDENT * values[-1:]
+    mixing: Tensor = vectors[:, keep] * values[keep].rsqrt()
+    return mixing
+
+
+def double_gram(left: Tensor, right: Tensor) -> Tensor:
+    """Return leftᵀ right in double precision. If both are one tensor, half of it is computed."""
+    width, symmetric = left.shape[1], left is right
+    result = torch.zeros(width, right.shape[1], dtype=torch.float64, device=left.device)
+    step = max(_GRAM_ROWS, _GRAM_FLOATS // max(1, width))
+    for first, second in zip(left.split(step), right.split(step), strict=True):
+        rows = first.double()
+        if not symmetric:
+            result.addmm_(rows.T, second.double())
+            continue
+        for start in range(0, width, _GRAM_PANEL):
+            part = slice(start, start + _GRAM_PANEL)
+            result[part, start:].addmm_(rows[:, part].T, rows[:, start:])
+    return result.triu_().add_(result.triu(1).T) if symmetric else result
+
+
+def leading(columns: Tensor, mixing: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the squared singular values and the left singular vectors of tall columns @ mixing.
+
+    The values descend. Those that are zero up to rounding are left out.
+    """
+    if columns.dtype == torch.float64:
+        columns = columns if mixing is None else columns @ mixing
+        vectors, singular, _ = torch.linalg.svd(columns, full_matrices=False)
+        keep = singular > torch.finfo(columns.dtype).eps * singular[:1]
+        return singular[keep].square(), vectors[:, keep]
+    gram = double_gram(columns, columns)
+    if mixing is not None:
+        gram = mixing.T @ gram @ mixing
+    values, rotation = torch.linalg.eigh(gram)
+    keep = values > 1e-14 * values[-1:]
+    values, rotation = values[keep].flip(0), rotation[:, keep].flip(1)
+    rotation = rotation * values.rsqrt()
+    rotation = rotation if mixing is None else mixing @ rotation
+    vectors = columns @ rotation.to(columns.dtype)
+    if bool((values < _GRADED * values[:1]).any()):
+        # Rounding is large in vectors of small values. Make each orthogonal to those before it.
+        vectors = torch.linalg.qr(vectors).Q
+    return values, vectors
+
+
+def nystrom(
+    product: Callable[[Tensor], Tensor], start: Tensor, power_iterations: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return leading eigenvalues, descending, and orthonormal eigenvectors, by products with H.
+
+    Args:
+        product: H times (N, k).
+        start: Gaussian Ω, (N, k).
+        power_iterations: how often Ω is replaced by a basis of HΩ first.
+    """
+    if start.shape[1] == 0:
+        return start.new_zeros(0), start
+    # A start with singular values about 1 keeps ΩᵀY as well conditioned as H allows.
+    start = start / math.sqrt(start.shape[0])
+    if start.shape[1] > _TALL * start.shape[0]:
+        start = orthonormal(start, rounds=1)
+    for _ in range(power_iterations):
+        start = orthonormal(product(start), rounds=1)
+    return nystrom_of_sketch(start, product(start))
+
+
+def nystrom_of_sketch(start: Tensor, sketch: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the same from Ω, whose singular values are about 1, and Y = HΩ."""
+    # A small shift makes the core positive definite in floating point; it is taken off again.
+    shift = torch.finfo(sketch.dtype).eps * float(torch.linalg.vector_norm(sketch))
+    sketch = torch.add(sketch, start, alpha=shift)
+    # The core needs no more digits than the sketch has; its Gram matrix, a square, does.
+    values, mixing = torch.linalg.eigh((start.T @ sketch).double())
+    keep = values > 0.25 * shift
+    found, vectors = leading(sketch, mixing[:, keep] * values[keep].rsqrt())
+    return (found - shift).clamp_(min=0.0).to(sketch.dtype), vectors

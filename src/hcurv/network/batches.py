@@ -1,0 +1,195 @@
+"""Read data in batches, twice: once to measure it, once to use it.
+
+The first pass counts the points and makes all checks, so that memory can be reserved and bad input
+refused before work starts. The second pass must see the same data; checksums detect a loader that
+reshuffles.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__ = ["Batches", "Data", "Survey", "convert_targets"]
+
+Batch: TypeAlias = tuple[Tensor, Tensor | None]
+Data: TypeAlias = Tensor | tuple[Tensor, Tensor] | Iterable[Tensor | tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What the first pass over the data found.
+
+    Attributes:
+        num_points: the number n of points.
+        first_inputs: the inputs of the first batch.
+        targets: the targets of all points, or None if the data has none.
+        checksums: a checksum of the inputs of each batch, in order.
+    """
+
+    num_points: int
+    first_inputs: Tensor
+    targets: Tensor | None
+    checksums: tuple[int, ...]
+
+
+class Batches:
+    """A uniform view of an input tensor, an (inputs, targets) pair, or an iterable of batches.
+
+    Args:
+        data: the data as the user passed it.
+        dtype: the type that the inputs must have, and that floating-point targets are converted to.
+        device: the device that batches are moved to.
+
+    Raises:
+        TypeError: ``data`` is none of these, or can be read only once.
+    """
+
+    def __init__(self, data: Data, dtype: torch.dtype, device: torch.device) -> None:
+        whole = isinstance(data, Tensor) or _is_pair_of_tensors(data)
+        if not whole and not isinstance(data, Iterable):
+            raise TypeError(f"{_EXPECTED}; got {type(data).__name__}")
+        if isinstance(data, Iterator):
+            raise TypeError(
+                "data can be read only once, but two passes are needed; got the iterator"
+                f" {type(data).__name__} (pass a list of batches or a DataLoader)"
+            )
+        self._source: Iterable[object] = [data] if whole else data
+        self._whole = whole
+        self._dtype = dtype
+        self._device = device
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield inputs and targets batch by batch, checked and moved; skip empty batches."""
+        for position, item in enumerate(self._source):
+            inputs, targets = _split(item, position)
+            _check_inputs(inputs, targets, position, self._dtype)
+            if inputs.shape[0]:
+                converted = None
+                if targets is not None:
+                    converted = convert_targets(targets, self._dtype, self._device)
+                yield inputs.detach().to(self._device), converted
+
+    def survey(self) -> Survey:
+        """Read all of the data once, check it, and count it.
+
+        Raises:
+            ValueError: the data is empty, the batches do not go together, or an input is not
+                finite.
+        """
+        num_points, first = 0, None
+        targets: list[Tensor] = []
+        checksums: list[int] = []
+        for inputs, batch_targets in self:
+            if first is None:
+                first = inputs
+            if inputs.shape[1:] != first.shape[1:]:
+                raise ValueError(
+                    f"batch {len(checksums)} has points of shape {tuple(inputs.shape[1:])}, the"
+                    f" first batch {tuple(first.shape[1:])} (to pass inputs and targets at once,"
+                    " use a tuple (inputs, targets), not a list)"
+                )
+            if not all(math.isfinite(extreme) for extreme in torch.aminmax(inputs)):
+                raise ValueError(f"inputs of batch {len(checksums)} have NaN or infinite values")
+            num_points += inputs.shape[0]
+            if batch_targets is not None:
+                targets.append(batch_targets)
+            checksums.append(self._checksum(inputs))
+        if first is None:
+            raise ValueError("data is empty: at least one point is needed")
+        if targets and len(targets) != len(checksums):
+            raise ValueError("some batches have targets and some do not")
+        return Survey(num_points, first, torch.cat(targets) if targets else None, tuple(checksums))
+
+    def reread(self, survey: Survey) -> Iterator[Batch]:
+        """Yield the batches again, and make sure that they are those of the survey.
+
+        Raises:
+            ValueError: the data differs from that of the first pass.
+        """
+        position = 0
+        for position, (inputs, targets) in enumerate(self, start=1):
+            expected = survey.checksums[position - 1 : position]
+            if (self._checksum(inputs),) != expected:
+                raise ValueError(_CHANGED)
+            yield inputs, targets
+        if position != len(survey.checksums):
+            raise ValueError(_CHANGED)
+
+    def _checksum(self, inputs: Tensor) -> int:
+        if self._whole:
+            return 0  # A tensor in memory cannot reshuffle.
+        return zlib.crc32(inputs.cpu().contiguous().numpy().tobytes())
+
+
+_EXPECTED = (
+    "data must be an input tensor, a tuple (inputs, targets), or an iterable of batches of"
+    " either, such as a DataLoader"
+)
+_CHANGED = (
+    "the data differs between two passes over it; use a DataLoader with shuffle=False and without"
+    " random augmentation"
+)
+
+
+def convert_targets(targets: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Move targets to a device, and convert them to one floating-point and one integer type.
+
+    Args:
+        targets: class labels of any integer type, or numbers of any floating-point type.
+        dtype: the floating-point type of the network.
+        device: the device of the network.
+
+    Returns:
+        int64 for integers, ``dtype`` for floating-point numbers, booleans as they are.
+
+    Raises:
+        TypeError: the targets are complex.
+    """
+    if targets.is_complex():
+        raise TypeError(f"targets must be real numbers or class labels; got {targets.dtype}")
+    targets = targets.detach().to(device)
+    if targets.is_floating_point():
+        return targets.to(dtype)
+    return targets if targets.dtype == torch.bool else targets.long()
+
+
+def _is_pair_of_tensors(item: object) -> bool:
+    return isinstance(item, tuple) and len(item) == 2 and all(isinstance(x, Tensor) for x in item)
+
+
+def _split(item: object, position: int) -> Batch:
+    """Take one item of the data apart into inputs and targets."""
+    if isinstance(item, Tensor):
+        return item, None
+    if isinstance(item, tuple | list) and 1 <= len(item) <= 2:
+        if all(isinstance(tensor, Tensor) for tensor in item):
+            return item[0], item[1] if len(item) == 2 else None
+    raise TypeError(f"{_EXPECTED}; batch {position} is a {type(item).__name__}")
+
+
+def _check_inputs(
+    inputs: Tensor, targets: Tensor | None, position: int, dtype: torch.dtype
+) -> None:
+    """Refuse a batch whose inputs have another type or too few axes, or do not fit its targets."""
+    if inputs.dtype != dtype:
+        raise TypeError(
+            f"inputs must be {dtype}, like the parameters; batch {position} is {inputs.dtype}"
+            f" (convert it with .to({dtype}))"
+        )
+    if inputs.ndim < 2:
+        raise ValueError(
+            "inputs must have one row per point, (points, features);"
+            f" batch {position} has shape {tuple(inputs.shape)}"
+        )
+    if targets is not None and targets.shape[:1] != inputs.shape[:1]:
+        raise ValueError(
+            f"batch {position} has {inputs.shape[0]} inputs but targets of shape"
+            f" {tuple(targets.shape)}"
+        )

@@ -1,0 +1,276 @@
+"""A matrix H = SᵀS whose layer factors are stored: exact entries, blocks and products."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hcurv.factorized import Damping, DampingLike, as_damping
+from hcurv.indexing import Index, Indices, resolve_indices, resolve_pairs
+from hcurv.layout import ParameterLayout
+from hcurv.memory import require_bytes
+from hcurv.network import block_batches, entries, products
+from hcurv.network.kernel import TangentKernel
+from hcurv.network.layer_factors import LayerFactors
+from hcurv.operators import EntryOperator
+
+__all__ = ["FactoredMatrix"]
+
+
+class FactoredMatrix(EntryOperator):
+    """H = SᵀS, with the root S known by the factors of all layers (paper, Theorem 3.1).
+
+    Args:
+        factors: what the entries are made of.
+        workspace: the number of bytes of temporary memory that one call may use beyond its result.
+    """
+
+    def __init__(self, factors: LayerFactors, workspace: int) -> None:
+        self._factors, self._workspace = factors, workspace
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(N, N)``, where N is the number of parameters with ``requires_grad``."""
+        return (self._factors.num_parameters, self._factors.num_parameters)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the model's parameters."""
+        return self._factors.inputs.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model's parameters."""
+        return self._factors.inputs.device
+
+    @property
+    def num_points(self) -> int:
+        """The number n of data points."""
+        return self._factors.num_points
+
+    @property
+    def num_stored(self) -> int:
+        """The number of floats that the precomputation stored."""
+        return self._factors.num_stored
+
+    @property
+    def layout(self) -> ParameterLayout:
+        """The names, shapes and places of the parameters in the flat vector."""
+        return self._factors.layout
+
+    @property
+    def num_root_rows(self) -> int:
+        """The number of rows of the root S, H = SᵀS: n points with q rows each."""
+        return self.num_points * self._factors.jacobian.num_rows
+
+    @property
+    def factors(self) -> LayerFactors:
+        """The layer inputs and output Jacobians that the precomputation stored."""
+        return self._factors
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of temporary memory that one call may use beyond its result."""
+        return self._workspace
+
+    def in_precision(self, dtype: torch.dtype) -> FactoredMatrix:
+        """The same matrix with its factors converted to another precision.
+
+        Sums over points then lose no more digits than that precision has; the entries of S keep
+        the precision that they were computed in.
+
+        Examples:
+            >>> H.in_precision(torch.float32).dtype
+            torch.float32
+        """
+        return FactoredMatrix(self._factors.to(dtype), self._workspace)
+
+    def _matmat(self, rhs: Tensor) -> Tensor:
+        return products.product(self._factors, rhs, self._workspace)
+
+    def root_product(self, rhs: Tensor) -> Tensor:
+        """Multiply the tall root S = RJ of H = SᵀS by vectors.
+
+        Each product is a linearised forward pass over all points, weighted by the loss.
+
+        Args:
+            rhs: (N,) or (N, k).
+
+        Returns:
+            (n·q,) or (n·q, k); the q rows of a point follow each other.
+
+        Examples:
+            >>> root = H.root_product(b)
+            >>> root.shape, torch.allclose(root @ root, b @ (H @ b))
+            (torch.Size([60]), True)
+        """
+        self._check_vectors(rhs)
+        with torch.no_grad():
+            columns = rhs.detach() if rhs.ndim == 2 else rhs.detach()[:, None]
+            result = products.root_product(self._factors, columns, self._workspace)
+        return result if rhs.ndim == 2 else result.squeeze(1)
+
+    def root_transposed(self, values: Tensor) -> Tensor:
+        """Multiply the transposed root Sᵀ by vectors: backward passes over all points.
+
+        Args:
+            values: (n·q,) or (n·q, k), in the order of `root_product`.
+
+        Returns:
+            (N,) or (N, k).
+
+        Examples:
+            >>> torch.allclose(H.root_transposed(H.root_product(b)), H @ b)
+            True
+        """
+        rows = self.num_root_rows
+        if values.ndim not in (1, 2) or values.shape[0] != rows or values.dtype != self.dtype:
+            raise ValueError(
+                f"values must have shape ({rows},) or ({rows}, k) and be {self.dtype};"
+                f" got {tuple(values.shape)} of {values.dtype}"
+            )
+        with torch.no_grad():
+            columns = values.detach() if values.ndim == 2 else values.detach()[:, None]
+            result = products.root_transposed(self._factors, columns, self._workspace)
+        return result if values.ndim == 2 else result.squeeze(1)
+
+    def root_columns(self, index: Indices) -> Tensor:
+        """Columns S[:, index] of the root S of H = SᵀS, (n·q, k).
+
+        Examples:
+            >>> S = H.root_columns(slice(None))
+            >>> torch.allclose(S.T @ S, H.to_dense())
+            True
+        """
+        with torch.no_grad():
+            columns = resolve_indices(index, self.shape[0], self.device, "index")
+            return products.root_columns(self._factors, columns)
+
+    def kernel(self, damping: DampingLike | Damping = 1.0) -> TangentKernel:
+        """The tangent kernel K = S D⁻¹ Sᵀ, weighted by the loss, for H = SᵀS: (n·q, n·q).
+
+        With D = 1 it has the same non-zero eigenvalues as H. Where n·q is less than N, it is the
+        smaller matrix.
+
+        Args:
+            damping: D, positive: a number, a tensor (N,), or numbers by the names of parameters or
+                layers.
+
+        Examples:
+            >>> K = H.kernel()
+            >>> K.shape
+            (60, 60)
+            >>> round(K.trace() / H.trace(), 9)
+            1.0
+        """
+        resolved = as_damping(damping, self.shape[0], self.layout)
+        with torch.no_grad():
+            return TangentKernel(self._factors, resolved, self._workspace)
+
+    def diagonal(self) -> Tensor:
+        """Compute all N diagonal entries, exactly.
+
+        Examples:
+            >>> torch.allclose(H.diagonal(), H.to_dense().diagonal())
+            True
+        """
+        return products.diagonal(self._factors, self._workspace)
+
+    def block(self, rows: Index, cols: Index) -> Tensor:
+        """Compute the dense block ``rows`` x ``cols``, exactly; it always has two dimensions.
+
+        Args:
+            rows: integers, a slice, a mask, or one integer.
+            cols: likewise.
+
+        Raises:
+            InsufficientMemoryError: the block would not fit into free memory.
+
+        Examples:
+            >>> H.block(3, range(5)).shape
+            torch.Size([1, 5])
+        """
+        with torch.no_grad():
+            row_index = resolve_indices(rows, self.shape[0], self.device, "rows")
+            col_index = resolve_indices(cols, self.shape[1], self.device, "cols")
+            size = row_index.numel() * col_index.numel() * self.dtype.itemsize
+            require_bytes(
+                size + self._workspace,
+                self.device,
+                f"a dense block of {row_index.numel()} x {col_index.numel()} entries",
+                ("ask for fewer rows or columns at a time", "use H @ v instead of a dense block"),
+            )
+            return entries.block(self._factors, row_index, col_index, self._workspace)
+
+    def blocks(self, rows: Tensor, cols: Tensor) -> Tensor:
+        """Compute many blocks H[rows[b], cols[b]] of equal size, exactly.
+
+        A block is symmetric to the last bit if its rows and columns are the same.
+
+        Args:
+            rows: integers, (B, m).
+            cols: integers, (B, k).
+
+        Returns:
+            (B, m, k).
+
+        Examples:
+            >>> rows = torch.tensor([[0, 1], [2, 3]])
+            >>> blocks = H.blocks(rows, rows + 10)
+            >>> torch.allclose(blocks[1], H[[2, 3], [12, 13]])
+            True
+        """
+        with torch.no_grad():
+            row_index, col_index = block_batches.resolve_blocks(
+                rows, cols, self.shape[0], self.device
+            )
+            size = row_index.numel() * col_index.shape[1] * self.dtype.itemsize
+            require_bytes(
+                size + self._workspace,
+                self.device,
+                f"{len(row_index)} blocks of {row_index.shape[1]} x {col_index.shape[1]} entries",
+                ("ask for fewer blocks at a time", "ask for smaller blocks"),
+            )
+            return block_batches.blocks(self._factors, row_index, col_index, self._workspace)
+
+    def orders(self) -> dict[str, Tensor]:
+        """Return orders of the parameters that follow the network, each a permutation (N,).
+
+        "layer-output-input" goes through the layers, the units of a layer and the inputs of a unit,
+        its bias last. "layer-input-output" goes through the layers, the inputs of a layer, the
+        biases last, and the units. `compress` builds its trees from them.
+
+        Examples:
+            >>> sorted(H.orders())
+            ['layer-input-output', 'layer-output-input']
+            >>> H.orders()["layer-output-input"][:6]  # four weights and the bias of unit 0, ...
+            tensor([ 0,  1,  2,  3, 24,  4])
+        """
+        return self._factors.structural_orders()
+
+    def pairs(self, rows: Indices, cols: Indices) -> Tensor:
+        """Compute the entries H[rows[j], cols[j]], exactly.
+
+        Args:
+            rows: integers, (m,).
+            cols: integers, (m,).
+
+        Returns:
+            (m,).
+
+        Examples:
+            >>> torch.allclose(H.pairs([0, 7], [3, 9]), torch.stack([H[0, 3], H[7, 9]]))
+            True
+        """
+        with torch.no_grad():
+            index = resolve_pairs(rows, cols, self.shape[0], self.device)
+            return entries.pairs(self._factors, *index, self._workspace)
+
+    def to_dense(self) -> Tensor:
+        """Compute the whole matrix, (N, N), if there is memory for it.
+
+        Examples:
+            >>> H.to_dense().shape
+            torch.Size([51, 51])
+        """
+        return self.block(slice(None), slice(None))

@@ -1,0 +1,230 @@
+"""The Gauss-Newton Hessian of a network as a matrix: exact entries, blocks and products."""
+
+from __future__ import annotations
+
+import copy
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from hcurv.factorized import DampingLike, Factorized
+from hcurv.indexing import check_count, check_seed
+from hcurv.losses import Loss
+from hcurv.network import products
+from hcurv.network.batches import Data, convert_targets
+from hcurv.network.factored_matrix import FactoredMatrix
+from hcurv.network.precompute import compute_factors
+from hcurv.network.problem import check_targets, loss_scale, read_problem
+from hcurv.network.random_draws import draw_points
+from hcurv.network.reading import Network
+from hcurv.network.sampling import SampledEntries, Scheme
+
+__all__ = ["GaussNewton"]
+
+# Less temporary memory than this, in bytes, would not hold one column of a small network.
+MIN_WORKSPACE = 2**16
+
+
+class GaussNewton(FactoredMatrix):
+    """H = Σ_i J_iᵀ Q_i J_i, the generalised Gauss-Newton / Fisher matrix (paper, Definition 1.1).
+
+    The constructor runs the precomputation (paper, Theorem 3.1) once. After that the model and the
+    data are no longer needed, and training the model further does not change this matrix. Rows and
+    columns are numbered as in `torch.nn.utils.parameters_to_vector` over the parameters with
+    ``requires_grad``; `layout` gives them names.
+
+    Args:
+        model: a chain of Linear layers and elementwise activations, in any module.
+        loss: a torch loss module or an `hcurv.losses.Loss`; its ``reduction`` is respected.
+        data: an input tensor, a tuple (inputs, targets), or an iterable of batches of either that
+            can be read twice and yields the same both times.
+        workspace: the number of bytes of temporary memory that one call may use beyond its result.
+        progress: whether to show a progress bar of the precomputation.
+
+    Raises:
+        UnsupportedModelError: the model is not such a chain.
+        InsufficientMemoryError: the factors would not fit into free memory.
+        TypeError, ValueError: the model, the loss or the data do not fit; the message says what to
+            do about it.
+
+    Examples:
+        >>> H = hcurv.GaussNewton(model, torch.nn.CrossEntropyLoss(), inputs)
+        >>> H[:10, [0, 5, 9]].shape, H.diagonal().shape, (H @ b).shape
+        (torch.Size([10, 3]), torch.Size([51]), torch.Size([51]))
+        >>> H[H.layout.select("0.bias"), H.layout.select("2.*")].shape
+        torch.Size([6, 21])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: nn.Module | Loss,
+        data: Data,
+        *,
+        workspace: int = 2**28,
+        progress: bool = False,
+    ) -> None:
+        if workspace < MIN_WORKSPACE:
+            raise ValueError(f"workspace must be at least {MIN_WORKSPACE} bytes; got {workspace}")
+        problem = read_problem(model, loss, data)
+        self._network, self._loss = problem.network, problem.loss
+        self._targets, self._scale = problem.targets, problem.scale
+        self._points: Tensor | None = None
+        self._point_weights: Tensor | None = None
+        with (
+            torch.no_grad(),
+            tqdm(total=problem.num_points, unit="points", disable=not progress) as bar,
+        ):
+            factors = compute_factors(problem, int(workspace), bar.update)
+        super().__init__(factors, int(workspace))
+
+    def __repr__(self) -> str:
+        """Describe the size, the data and the memory in one line."""
+        return (
+            f"GaussNewton(N={self.shape[0]}, num_points={self.num_points},"
+            f" loss={type(self._loss).__name__}, dtype={self.dtype}, nbytes={self.nbytes})"
+        )
+
+    @property
+    def network(self) -> Network:
+        """The network as it was read: a snapshot that later training does not change."""
+        return self._network
+
+    def sample_entries(
+        self, num_samples: int = 1000, scheme: Scheme = "importance", seed: int = 0
+    ) -> SampledEntries:
+        """Make a source of Monte Carlo entries (paper, Algorithm 3.1).
+
+        Each entry costs O(n + q·num_samples) work.
+
+        Args:
+            num_samples: c, the number of samples per entry; `num_samples_for` gives it for a wanted
+                accuracy.
+            scheme: "importance", "stratified" or "uniform" (see `SampledEntries`).
+            seed: the seed of all draws.
+
+        Examples:
+            >>> sampled = H.sample_entries(num_samples=20_000)
+            >>> error = (sampled.block(range(3), range(3)) - H[:3, :3]).abs().max()
+            >>> bool(error < 0.1 * H.diagonal().max())
+            True
+        """
+        with torch.no_grad():
+            return SampledEntries(self._factors, num_samples, scheme, seed, self._workspace)
+
+    def subsample(self, num_points: int, seed: int = 0) -> GaussNewton:
+        """Estimate this matrix, without bias, from fewer points.
+
+        ``num_points`` points are drawn with replacement in proportion to ‖V(t)‖_F², their shares
+        in the trace, and weighted by the inverse. The result is positive semi-definite, has the
+        same trace, and E‖W − H‖_F² ≤ trace(H)²/num_points. A point that is drawn several times is
+        stored once, so the result may hold fewer than ``num_points``; `points` says which.
+
+        Args:
+            num_points: the number of points to draw, at most n.
+            seed: the seed of the draw.
+
+        Returns:
+            A `GaussNewton` over the drawn points; its entries and products are exact for them.
+
+        Examples:
+            >>> W = H.subsample(10)
+            >>> W.num_points <= 10
+            True
+            >>> torch.allclose(W.diagonal().sum(), H.diagonal().sum())
+            True
+        """
+        num_points = check_count(num_points, "num_points", most=self.num_points)
+        seed = check_seed(seed)
+        with torch.no_grad():
+            points, weights = draw_points(self._factors, num_points, seed)
+            result = copy.copy(self)
+            result._factors = self._factors.select(points, weights.sqrt().to(self.dtype))
+            result._points = self.points[points]
+            result._targets = None if self._targets is None else self._targets[points]
+            earlier = 1.0 if self._point_weights is None else self._point_weights[points]
+            result._point_weights = weights * earlier
+            return result
+
+    @property
+    def points(self) -> Tensor:
+        """The positions of this matrix's points in the data that it was built from, (n,)."""
+        if self._points is None:
+            return torch.arange(self.num_points, device=self.device)
+        return self._points
+
+    def factorize(
+        self,
+        damping: DampingLike,
+        tolerance: float = 1e-2,
+        *,
+        method: Literal["auto", "parameters", "samples", "iterations"] = "auto",
+    ) -> Factorized:
+        """Invert H + D, in the way that is predicted to serve best.
+
+        Args:
+            damping: D, positive: a number, a tensor (N,), or numbers by the names of parameters or
+                layers.
+            tolerance: relative error of solves. The two exact ways are as accurate as the
+                precision of the model allows; conjugate gradients stop at this residual.
+            method: "parameters" factorizes the dense H + D, "samples" the dense I + S D⁻¹ Sᵀ,
+                which is smaller where n·q < N; "iterations" runs conjugate gradients for every
+                solve, and has no log-determinant. "auto" takes the faster exact way, unless
+                conjugate gradients are much faster or it does not fit into memory;
+                ``print(F.plan)`` shows what was weighed.
+
+        Raises:
+            ValueError: the damping is not positive, or the tolerance is beyond the precision of
+                the model.
+            InsufficientMemoryError: there is no memory for the method that was asked for.
+
+        Examples:
+            >>> F = H.factorize(1e-2)
+            >>> x = F.solve(b)
+            >>> torch.allclose(H @ x + 1e-2 * x, b)
+            True
+            >>> sorted(way.name for way in F.plan.ways)
+            ['iterations', 'parameters', 'samples']
+        """
+        from hcurv.inversion.factorize import factorize
+
+        return factorize(self, damping, tolerance, method)
+
+    def gradient(self, targets: Tensor | None = None) -> Tensor:
+        """Compute the flat gradient of the loss, with its reduction, over the data, (N,).
+
+        Args:
+            targets: the targets of all points, in the order of the data. They may be left out if
+                the data came with targets. A matrix made by `subsample` takes the targets of its
+                `points` and estimates the gradient over all of the data.
+
+        Raises:
+            ValueError: there are no targets, or they do not fit.
+
+        Examples:
+            >>> loss(model(inputs), targets).backward()
+            >>> flat = torch.cat([p.grad.flatten() for p in model.parameters()])
+            >>> torch.allclose(H.gradient(), flat)
+            True
+        """
+        targets = self._targets if targets is None else targets
+        if targets is None:
+            raise ValueError("the data has no targets: pass gradient(targets)")
+        if not isinstance(targets, Tensor) or targets.shape[:1] != (self.num_points,):
+            given = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
+            raise ValueError(f"targets must be a tensor of {self.num_points} rows; got {given}")
+        targets = convert_targets(targets, self.dtype, self.device)
+        shape = (self.num_points, self._network.num_outputs)
+        check_targets(self._loss, *shape, targets)
+        if self._point_weights is None:
+            weights = torch.full_like(
+                self._factors.inputs[0], loss_scale(self._loss, *shape, targets)
+            )
+        else:  # This matrix was made by `subsample`, and estimates the gradient over all points.
+            weights = (self._scale * self._point_weights).to(self.dtype)
+        with torch.no_grad():
+            return products.gradient(
+                self._network, self._factors, self._loss, targets, weights, self._workspace
+            )

@@ -1,0 +1,352 @@
+"""Monte Carlo entries: the paper's fast sampling (Algorithm 3.1) and a stratified variant.
+
+An entry is a sum over points, H_km = Σ_t v_k(t)ᵀ v_m(t). With P_km(t) = w(t)/S, where
+w(t) = ‖v_k(t)‖ ‖v_m(t)‖ and S = Σ_t w(t) (Eq. 3.6), the estimator of Eq. 3.7 over c samples is
+
+    H̃_km = (S/c) Σ_j ρ(t_j),    ρ(t) = v_k(t)ᵀ v_m(t) / w(t)  in [-1, 1].
+
+Norms are products, ‖v_k(t)‖ = ‖C_t[:, μ]‖ |x_t[ν]|, so that O(n Σ d_ℓ) numbers describe them all.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hcurv.indexing import (
+    Index,
+    Indices,
+    check_count,
+    check_seed,
+    resolve_indices,
+    resolve_pairs,
+)
+from hcurv.memory import require_bytes
+from hcurv.network.block_batches import resolve_blocks
+from hcurv.network.layer_factors import LayerFactors
+from hcurv.network.point_order import similarity_order
+from hcurv.network.products import diagonal
+from hcurv.network.random_draws import hashed_uniforms, invert_cumulative
+from hcurv.network.sampling_accuracy import bound_factor
+
+__all__ = ["SampledEntries", "Scheme"]
+
+Scheme = Literal["importance", "stratified", "uniform"]
+_SCHEMES = ("importance", "stratified", "uniform")
+# Points are ordered by this many random projections of their derivatives. More projections tell
+# points apart better, and sorting takes longer; it was set by hand.
+_NUM_FEATURES = 12
+
+
+class SampledEntries:
+    """An unbiased estimate H̃ of every entry of H, which depends on nothing but the seed.
+
+    Entry (k, m) has the same value whichever call asks for it, and H̃ is symmetric. The diagonal
+    is exact (paper, remark to Theorem 3.2), and so are entries whose probabilities all vanish.
+
+    Made by `GaussNewton.sample_entries`.
+
+    Args:
+        factors: the stored factors of the matrix.
+        num_samples: c, the number of samples per entry.
+        scheme: "importance" draws points independently from P_km. "stratified" draws from P_km,
+            too, by one set of stratified uniform numbers for all entries, with the points ordered
+            by similarity. "uniform" draws points with equal probability, for comparison.
+        seed: the seed of all draws.
+        workspace: bytes of temporary memory that one call may use beyond its result.
+        cache_bytes: most bytes of temporaries in the loop over pairs. Temporaries that fit into
+            the cache of the processor are faster; results do not depend on it.
+
+    Attributes:
+        num_samples: c.
+        scheme: the scheme.
+        seed: the seed.
+
+    Raises:
+        InsufficientMemoryError: the norms of all columns do not fit into free memory.
+
+    Examples:
+        >>> S = H.sample_entries(num_samples=500, scheme="stratified", seed=0)
+        >>> S
+        SampledEntries(N=51, num_samples=500, scheme='stratified', seed=0)
+        >>> A = hcurv.compress(S, tolerance=1e-1)
+        >>> A.shape
+        (51, 51)
+    """
+
+    def __init__(
+        self,
+        factors: LayerFactors,
+        num_samples: int,
+        scheme: Scheme,
+        seed: int,
+        workspace: int,
+        cache_bytes: int = 2**24,
+    ) -> None:
+        self.num_samples = check_count(num_samples, "num_samples")
+        if scheme not in _SCHEMES:
+            raise ValueError(f"scheme must be one of {', '.join(_SCHEMES)}; got {scheme!r}")
+        self.scheme: Scheme = scheme
+        self.seed = check_seed(seed)
+        self._factors = factors
+        self._workspace = workspace
+        self._cache_bytes = cache_bytes
+        stored = (factors.num_units + factors.inputs.shape[0]) * factors.num_points
+        require_bytes(
+            stored * self.dtype.itemsize + workspace,
+            self.device,
+            f"sampling from {factors.num_points} points",
+            ("use fewer data points", "use H.subsample(num_points) instead"),
+        )
+        generator = torch.Generator().manual_seed(self.seed)
+        self._order: Tensor | None = None
+        if scheme == "stratified":
+            features = factors.jacobian.direction_features(_NUM_FEATURES, generator)
+            self._order = similarity_order(features)
+            jitter = torch.rand(num_samples, dtype=torch.float64, generator=generator)
+            strata = torch.arange(num_samples, dtype=torch.float64)
+            self._uniforms = ((strata + jitter) / num_samples).to(self.device)
+        self._unit_norms = self._in_order(factors.jacobian.column_norms())
+        self._input_norms = self._in_order(factors.inputs).abs()
+
+    def __repr__(self) -> str:
+        """Size and scheme in one line."""
+        return (
+            f"SampledEntries(N={self.shape[0]}, num_samples={self.num_samples},"
+            f" scheme={self.scheme!r}, seed={self.seed})"
+        )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(N, N)``."""
+        return (self._factors.num_parameters, self._factors.num_parameters)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the entries."""
+        return self._factors.inputs.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which entries are computed."""
+        return self._factors.inputs.device
+
+    def diagonal(self) -> Tensor:
+        """The N diagonal entries, exactly.
+
+        Examples:
+            >>> torch.allclose(H.sample_entries(10).diagonal(), H.diagonal())
+            True
+        """
+        with torch.no_grad():
+            return diagonal(self._factors, self._workspace)
+
+    def block(self, rows: Index, cols: Index) -> Tensor:
+        """The dense block ``rows`` x ``cols`` of H̃.
+
+        Args:
+            rows: a list, range, slice, array, tensor or mask.
+            cols: the same for the columns.
+
+        Examples:
+            >>> H.sample_entries(10).block([0, 3], slice(None)).shape
+            torch.Size([2, 51])
+        """
+        row_index = resolve_indices(rows, self.shape[0], self.device, "rows")
+        col_index = resolve_indices(cols, self.shape[1], self.device, "cols")
+        num_cols = col_index.numel()
+        result = self._factors.inputs.new_empty(row_index.numel(), num_cols)
+        # Index tensors for all pairs take memory, so a few rows are evaluated at a time.
+        step = max(1, self._workspace // (128 * max(1, num_cols)))
+        for target, some in zip(result.split(step), row_index.split(step), strict=True):
+            values = self._pairs(some.repeat_interleave(num_cols), col_index.repeat(some.numel()))
+            target.copy_(values.view(target.shape))
+        return result
+
+    def blocks(self, rows: Tensor, cols: Tensor) -> Tensor:
+        """Many blocks H̃[rows[b], cols[b]] of equal size.
+
+        Args:
+            rows: integers, (B, m).
+            cols: integers, (B, k).
+
+        Returns:
+            (B, m, k).
+
+        Examples:
+            >>> rows, cols = torch.arange(6).view(2, 3), torch.arange(8).view(2, 4)
+            >>> H.sample_entries(10).blocks(rows, cols).shape
+            torch.Size([2, 3, 4])
+        """
+        rows, cols = resolve_blocks(rows, cols, self.shape[0], self.device)
+        num_blocks, num_rows, num_cols = *rows.shape, cols.shape[1]
+        result = self._factors.inputs.new_empty(num_blocks * num_rows, num_cols)
+        # As in `block`, a few rows are evaluated at a time; they may belong to several blocks.
+        step = max(1, self._workspace // (128 * max(1, num_cols)))
+        for some in torch.arange(num_blocks * num_rows, device=self.device).split(step):
+            first = rows.reshape(-1)[some].repeat_interleave(num_cols)
+            second = cols[some.div(num_rows, rounding_mode="floor")].view(-1)
+            result[some] = self._pairs(first, second).view(some.numel(), num_cols)
+        return result.view(num_blocks, num_rows, num_cols)
+
+    def orders(self) -> dict[str, Tensor]:
+        """Orders of the parameters that follow the network, by name, as `GaussNewton.orders`.
+
+        Examples:
+            >>> sorted(H.sample_entries(10).orders())
+            ['layer-input-output', 'layer-output-input']
+        """
+        return self._factors.structural_orders()
+
+    def pairs(self, rows: Indices, cols: Indices) -> Tensor:
+        """The entries H̃[rows[j], cols[j]], elementwise.
+
+        Args:
+            rows: indices, as a list, array or tensor.
+            cols: as many indices.
+
+        Examples:
+            >>> S = H.sample_entries(10)
+            >>> bool(S.pairs([3, 7], [7, 3]).diff() == 0)
+            True
+        """
+        return self._pairs(*resolve_pairs(rows, cols, self.shape[0], self.device))
+
+    def error_bound(self, rows: Index, cols: Index, delta: float) -> Tensor:
+        """A bound that |H − H̃| exceeds with probability delta at most, for each entry.
+
+        It is η/√c · ‖v_k‖ ‖v_m‖ with η = 1 + √(8 log(1/δ)) (paper, Eq. 3.9). The stratified scheme
+        draws independently from strata of equal probability, so that the same proof covers it.
+
+        Args:
+            rows: rows of the block.
+            cols: columns of the block.
+            delta: δ, the probability of a larger error, in (0, 1).
+
+        Returns:
+            The bound for each entry of the block, (rows, cols); zero on the diagonal of H.
+
+        Raises:
+            ValueError: ``delta`` is not in (0, 1), or the scheme is "uniform", which has no bound.
+
+        Examples:
+            >>> few, many = H.sample_entries(100), H.sample_entries(10_000)
+            >>> ratio = few.error_bound([0], [5], 0.1) / many.error_bound([0], [5], 0.1)
+            >>> round(float(ratio), 6)
+            10.0
+        """
+        if self.scheme == "uniform":
+            raise ValueError("the bound holds for 'importance' and 'stratified', not 'uniform'")
+        row_index = resolve_indices(rows, self.shape[0], self.device, "rows")
+        col_index = resolve_indices(cols, self.shape[1], self.device, "cols")
+        norms = self.diagonal().sqrt()
+        factor = bound_factor(delta) / math.sqrt(self.num_samples)
+        bound = factor * norms[row_index][:, None] * norms[col_index]
+        return bound.masked_fill_(row_index[:, None] == col_index, 0.0)
+
+    def _in_order(self, values: Tensor) -> Tensor:
+        return values if self._order is None else values[:, self._order]
+
+    def _pairs(self, rows: Tensor, cols: Tensor) -> Tensor:
+        factors = self._factors
+        result = factors.inputs.new_zeros(rows.numel())
+        # The draws depend on the unordered pair: H̃ is symmetric.
+        first = _Parameters.locate(factors, torch.minimum(rows, cols))
+        second = _Parameters.locate(factors, torch.maximum(rows, cols))
+        index = (~factors.jacobian.orthogonal(first.units, second.units)).nonzero().squeeze(1)
+        if not index.numel():
+            return result
+        # torch sums a single row in another order than several rows. An entry must not depend on
+        # what else is asked for, so at least two rows are always evaluated together.
+        if index.numel() == 1:
+            index = index.expand(2)
+        step = max(2, min(self._workspace, self._cache_bytes) // self._bytes_per_pair)
+        if index.numel() % step == 1:
+            index = torch.cat([index, index[-1:]])
+        weights = _Weights(self._unit_norms, self._input_norms, min(step, index.numel()))
+        for some in index.split(step):
+            result[some] = self._estimate(first.select(some), second.select(some), weights)
+        return result
+
+    @property
+    def _bytes_per_pair(self) -> int:
+        size = self.dtype.itemsize
+        return (8 + 2 * size) * self._factors.num_points + (48 + 4 * size) * self.num_samples
+
+    def _estimate(self, first: _Parameters, second: _Parameters, weights: _Weights) -> Tensor:
+        """H̃ of some pairs; the value of a pair does not depend on the other pairs."""
+        factors, num_points = self._factors, self._factors.num_points
+        masses, cumulative = weights.of(first, second)
+        total = cumulative[:, -1]
+        uniforms = self._draw(first.flat, second.flat)
+        if self.scheme == "uniform":
+            points = (uniforms * num_points).long()
+        else:
+            points = invert_cumulative(cumulative, uniforms)
+        points.clamp_(max=num_points - 1)
+        drawn = masses.gather(1, points)
+        if self._order is not None:
+            points = self._order[points]
+        terms = factors.jacobian.gram_at(first.units, second.units, points)
+        for parameters in (first, second):
+            terms *= factors.inputs.view(-1).take(parameters.inputs[:, None] * num_points + points)
+        if self.scheme == "uniform":
+            estimate = num_points * terms.mean(1, dtype=torch.float64)
+        else:
+            estimate = total * terms.div_(drawn).mean(1, dtype=torch.float64)
+        estimate = torch.where(first.flat == second.flat, total, estimate)
+        return torch.where(total > 0, estimate, 0.0).to(self.dtype)
+
+    def _draw(self, first: Tensor, second: Tensor) -> Tensor:
+        """Uniform numbers in [0, 1) for each pair, (pairs, c)."""
+        if self.scheme == "stratified":
+            return self._uniforms.expand(first.numel(), -1)
+        return hashed_uniforms(self.seed, first, second, self.num_samples)
+
+
+class _Parameters(NamedTuple):
+    """Flat indices of parameters, with the units and inputs that they join."""
+
+    flat: Tensor
+    units: Tensor
+    inputs: Tensor
+
+    @classmethod
+    def locate(cls, factors: LayerFactors, index: Tensor) -> _Parameters:
+        return cls(index, *factors.locate(index))
+
+    def select(self, chosen: Tensor) -> _Parameters:
+        return _Parameters(*(values[chosen] for values in self))
+
+
+class _Weights:
+    """w(t) = ‖v_k(t)‖ ‖v_m(t)‖ and its running sums, in buffers that are reused.
+
+    Args:
+        unit_norms: ‖C_t[:, μ]‖, (units, n).
+        input_norms: |x_t[ν]|, (inputs, n).
+        num_pairs: most pairs in one call.
+    """
+
+    def __init__(self, unit_norms: Tensor, input_norms: Tensor, num_pairs: int) -> None:
+        self._tables = (unit_norms, input_norms)
+        shape = (num_pairs, unit_norms.shape[1])
+        self._weights, self._factor = unit_norms.new_empty(2, *shape)
+        self._sums = torch.empty(shape, dtype=torch.float64, device=unit_norms.device)
+
+    def of(self, first: _Parameters, second: _Parameters) -> tuple[Tensor, Tensor]:
+        """Weights and running sums of some pairs, (pairs, n), which the next call overwrites."""
+        count = first.flat.numel()
+        weights, factor, sums = self._weights[:count], self._factor[:count], self._sums[:count]
+        units, inputs = self._tables
+        torch.index_select(units, 0, first.units, out=weights)
+        for table, index in (
+            (units, second.units),
+            (inputs, first.inputs),
+            (inputs, second.inputs),
+        ):
+            weights.mul_(torch.index_select(table, 0, index, out=factor))
+        return weights, torch.cumsum(weights, 1, dtype=torch.float64, out=sums)
