@@ -119,7 +119,14 @@ def test_the_plan_shows_all_ways_and_takes_a_fast_one() -> None:
     operator = small_network(30).operator()
     factorized: Any = operator.factorize(1e-2)
     plan = factorized.plan
-    assert {way.name for way in plan.ways} == {"parameters", "samples", "iterations"}
+    assert {way.name for way in plan.ways} == {
+        "parameters",
+        "samples",
+        "iterations",
+        "subset",
+        "compressed",
+        "compressed-samples",
+    }
     assert plan.chosen.name in ("parameters", "samples")  # small: one that can do everything
     assert [way.seconds for way in plan.ways] == sorted(way.seconds for way in plan.ways)
     text = str(plan)

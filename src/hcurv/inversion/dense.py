@@ -64,6 +64,11 @@ class DenseFactorization(Factorized):
         return cls(factor, rows, damping, size, dtype)
 
     @property
+    def factor(self) -> Tensor:
+        """L, lower triangular."""
+        return self._factor
+
+    @property
     def shape(self) -> tuple[int, int]:
         """``(N, N)``."""
         return (self._size, self._size)

@@ -2,89 +2,223 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from typing import get_args
 
-from hcurv.baselines.matrix_free import MatrixFreeSolver
-from hcurv.factorized import DampingLike, Factorized, as_damping
+import torch
+from torch import Tensor
+
+from hcurv.factorized import Damping, DampingLike, Factorized, as_damping
+from hcurv.hierarchical.compress import compress
 from hcurv.inversion.dense import DenseFactorization
+from hcurv.inversion.iterative import IterativeFactorization, StandIn
+from hcurv.inversion.leverage import approximate_scores
 from hcurv.inversion.sample_space import SampleSpaceFactorization
-from hcurv.inversion.ways import (
-    InversionPlan,
-    Way,
-    plan_ways,
-    probe_spectrum,
-    working_precision,
-)
+from hcurv.inversion.sketch import GrowingSketch, Spectrum
+from hcurv.inversion.ways import CostModel, InversionPlan, Way, WayName
 from hcurv.memory import require_bytes
 from hcurv.network.gauss_newton import GaussNewton
+from hcurv.network.random_draws import draw_points
+from hcurv.operators import SymmetricOperator
 
 __all__ = ["factorize"]
 
-_METHODS = ("auto", "parameters", "samples", "iterations")
+_EXACT = ("parameters", "samples")
 # An exact way is taken if it is predicted to take less than this many seconds, or no longer than
-# this many times as long as conjugate gradients.
-_QUICK, _PATIENCE = 2.0, 1.3
-# Conjugate gradients stop with an error after this many iterations.
-_MAX_ITERATIONS = 10_000
+# this many times as long as the fastest way: it has log-determinants and square roots.
+_QUICK, _PATIENCE = 1.0, 1.2
+# Where solves are iterative, log-determinants are exact if that is predicted to take less than this
+# many seconds, or no longer than this many times as long as the solves.
+_LOGDET_SECONDS, _LOGDET_PATIENCE = 20.0, 10.0
+# The first sketch has this many columns, and another doubles it.
+_FIRST_COLUMNS = 32
+# A hierarchical preconditioner needs no more than this damped tolerance.
+_ROUGH = 0.3
+# The entries of S have relative errors of about this many units of rounding.
+_ROUNDING_UNITS = 10
 
 
 def factorize(
-    matrix: GaussNewton, damping: DampingLike, tolerance: float = 1e-2, method: str = "auto"
+    matrix: GaussNewton,
+    damping: DampingLike,
+    tolerance: float = 1e-2,
+    method: str = "auto",
+    seed: int = 0,
 ) -> Factorized:
     """See `GaussNewton.factorize`."""
-    if method not in _METHODS:
-        known = ", ".join(f'"{name}"' for name in _METHODS)
+    methods = ("auto", *get_args(WayName))
+    if method not in methods:
+        known = ", ".join(f'"{name}"' for name in methods)
         raise ValueError(f"method must be one of {known}; got {method!r}")
     if not (isinstance(tolerance, int | float) and 0 < tolerance < 1):
         raise ValueError(f"tolerance must be a number between 0 and 1; got {tolerance!r}")
     resolved = as_damping(damping, matrix.shape[0], matrix.layout)
     resolved.require_positive("H may be singular")
     with torch.no_grad():
-        rows = matrix.diagonal().nonzero().squeeze(1)
-        spectrum = probe_spectrum(matrix, resolved)
-        _check_precision(matrix, spectrum.largest, tolerance)
-        ways = plan_ways(matrix, rows.numel(), spectrum, tolerance)
-        chosen = _choose(ways, method, matrix)
-        plan = InversionPlan(chosen, tuple(ways), matrix.shape[0], matrix.num_root_rows, spectrum)
-        dtype = working_precision(matrix, spectrum, tolerance)
-        if chosen.name == "iterations":
-            result: Factorized = MatrixFreeSolver(matrix, resolved, tolerance, _MAX_ITERATIONS)
-        else:
-            exact = matrix.in_precision(dtype)
-            if chosen.name == "samples":
-                result = SampleSpaceFactorization.of(exact, resolved, matrix.dtype)
-            else:
-                block = exact.block(rows, rows)
-                result = DenseFactorization.of(block, rows, resolved, matrix.shape[0], matrix.dtype)
-    result.plan = plan
-    return result
+        return _Inversion(matrix, resolved, float(tolerance), seed).run(method)
 
 
-def _check_precision(matrix: GaussNewton, condition: float, tolerance: float) -> None:
-    """Refuse a tolerance that the entries of S cannot give, however exact the rest is."""
-    rounding = float(torch.finfo(matrix.dtype).eps) * condition
-    if rounding > tolerance:
-        raise ValueError(
-            f"a tolerance of {tolerance:.0e} is beyond {matrix.dtype}: the largest eigenvalue is"
-            f" {condition:.1e} times the damping, and rounding of H is"
-            f" {rounding:.0e} of it. Use a model and data in float64, a larger"
-            " damping, or a larger tolerance"
+class _Inversion:
+    """The choice of a way, and what is known by then."""
+
+    def __init__(
+        self, matrix: GaussNewton, damping: Damping, tolerance: float, seed: int
+    ) -> None:
+        self._matrix, self._damping = matrix, damping
+        self._tolerance, self._seed = tolerance, seed
+        diagonal = matrix.diagonal()
+        self._rows = diagonal.nonzero().squeeze(1)
+        inverse = 1 / damping.diagonal(matrix.shape[0], matrix.device)
+        self._trace = float((diagonal.double() * inverse).sum())
+        self._sketch = GrowingSketch(matrix, damping, seed)
+        self._sketch.grow(_FIRST_COLUMNS)
+        spectrum = self._spectrum()
+        self._check_precision(spectrum.largest)
+        self._dtype = self._working_precision(spectrum.largest)
+        self._costs = CostModel(
+            matrix,
+            self._rows.numel(),
+            self._dtype,
+            tolerance,
+            self._sketch.seconds_per_column,
         )
 
+    def _spectrum(self) -> Spectrum:
+        size = min(self._rows.numel(), self._matrix.num_root_rows)
+        return self._sketch.spectrum(self._trace, size)
 
-def _choose(ways: list[Way], method: str, matrix: GaussNewton) -> Way:
-    if method != "auto":
-        chosen = next(way for way in ways if way.name == method)
+    def _check_precision(self, condition: float) -> None:
+        """Refuse a tolerance that the entries of S cannot give, however exact the rest is.
+
+        A relative error δ of S changes a solve by about δ‖S(H + D)^-½‖‖S D^-½‖ ≤ δ√(λ₁/λ).
+        """
+        dtype = self._matrix.dtype
+        rounding = _ROUNDING_UNITS * float(torch.finfo(dtype).eps) * condition**0.5
+        if rounding > self._tolerance:
+            raise ValueError(
+                f"a tolerance of {self._tolerance:.0e} is beyond {dtype}: the largest eigenvalue is"
+                f" {condition:.1e} times the damping, and rounding changes solves by about"
+                f" {rounding:.0e}. Use a model and data in float64, a larger damping, or a larger"
+                " tolerance"
+            )
+
+    def _working_precision(self, condition: float) -> torch.dtype:
+        """Double precision, unless rounding of H in single precision is below the tolerance.
+
+        Rounding changes H by about eps·λ₁, which a solve with damping λ multiplies by 1/λ at worst.
+        Measured variances are 100 times more accurate than that.
+        """
+        rounding = torch.finfo(self._matrix.dtype).eps * condition
+        return self._matrix.dtype if rounding <= self._tolerance else torch.float64
+
+    def run(self, method: str) -> Factorized:
+        """Choose, and factorize."""
+        chosen, ways, spectrum = self._choose() if method == "auto" else self._forced(method)
+        result = self._go(chosen, ways)
+        result.plan = InversionPlan(
+            chosen, tuple(ways), self._matrix.shape[0], self._matrix.num_root_rows, spectrum
+        )
+        return result
+
+    def _ranks(self) -> list[int]:
+        """The width of the sketch, and what it could still grow to."""
+        most, rank = self._sketch.max_width, max(1, self._sketch.width)
+        ranks = [rank]
+        while rank < most:
+            rank = min(2 * rank, most)
+            ranks.append(rank)
+        return ranks
+
+    def _choose(self) -> tuple[Way, list[Way], Spectrum]:
+        """The fastest way. The sketch grows as long as a larger one is predicted to pay."""
+        while True:
+            spectrum = self._spectrum()
+            ways = self._costs.ways(spectrum, self._ranks())
+            fitting = [way for way in ways if way.fits]
+            exact = next((way for way in fitting if way.name in _EXACT), None)
+            fastest = next(iter(fitting), ways[0])
+            allowed = max(_QUICK, _PATIENCE * fastest.seconds)
+            if exact is not None and exact.seconds <= allowed:
+                return exact, ways, spectrum
+            if fastest.name != "iterations" or fastest.size <= self._sketch.width:
+                return fastest, ways, spectrum
+            self._sketch.grow(2 * self._sketch.width)
+
+    def _forced(self, method: str) -> tuple[Way, list[Way], Spectrum]:
+        """The way that was asked for, if there is memory for it."""
+        while True:
+            spectrum = self._spectrum()
+            ways = self._costs.ways(spectrum, self._ranks())
+            chosen = next(way for way in ways if way.name == method)
+            if method != "iterations" or chosen.size <= self._sketch.width:
+                break
+            self._sketch.grow(2 * self._sketch.width)
         require_bytes(
             chosen.nbytes,
-            matrix.device,
-            f'factorizing with method="{method}" (N = {matrix.shape[0]},'
-            f" n·q = {matrix.num_root_rows})",
+            self._matrix.device,
+            f'factorizing with method="{method}" (N = {self._matrix.shape[0]},'
+            f" n·q = {self._matrix.num_root_rows})",
             ('use method="iterations", which takes hardly any memory', "use fewer points"),
         )
-        return chosen
-    iterative = next(way for way in ways if way.name == "iterations")
-    exact = next((way for way in ways if way.fits and way is not iterative), None)
-    # The exact ways have everything, log-determinants included: they may take a little longer.
-    allowed = max(_QUICK, _PATIENCE * iterative.seconds)
-    return exact if exact is not None and exact.seconds <= allowed else iterative
+        return chosen, ways, spectrum
+
+    def _go(self, way: Way, ways: list[Way]) -> Factorized:
+        exact = self._matrix.in_precision(self._dtype)
+        dtype = self._matrix.dtype
+        if way.name == "parameters":
+            block = exact.block(self._rows, self._rows)
+            size = self._matrix.shape[0]
+            return DenseFactorization.of(block, self._rows, self._damping, size, dtype)
+        if way.name == "samples":
+            return SampleSpaceFactorization.of(exact, self._damping, dtype)
+        if way.name == "compressed-samples":
+            kernel = exact.kernel(self._damping)
+            one = Damping(torch.ones((), dtype=torch.float64))
+            finer = self._tolerance / (1 + self._spectrum().largest) ** 0.5
+            inner = IterativeFactorization(
+                kernel, self._compressed(kernel, one), one, finer, self._dtype
+            )
+            return SampleSpaceFactorization(exact, inner, self._damping, dtype)
+        if way.name == "compressed":
+            stand_in = self._compressed(self._matrix, self._damping)
+        elif way.name == "subset":
+            stand_in = self._subset(way.size)
+        else:
+            stand_in = self._sketch.stand_in()
+        return IterativeFactorization(
+            exact, stand_in, self._damping, self._tolerance, dtype, self._fallback(way, ways)
+        )
+
+    def _fallback(self, way: Way, ways: list[Way]) -> Callable[[], Factorized] | None:
+        """Makes an exact factorization for log-determinants, if that does not take too long."""
+        allowed = max(_LOGDET_SECONDS, _LOGDET_PATIENCE * way.seconds)
+        for other in ways:
+            if other.name in _EXACT and other.fits and other.seconds <= allowed:
+                return lambda other=other: self._go(other, ways)  # type: ignore[misc]
+        return None
+
+    def _compressed(self, matrix: SymmetricOperator, damping: Damping) -> StandIn:
+        """A hierarchical matrix in place of H, or of its kernel."""
+        values = damping.diagonal(matrix.shape[0], matrix.device)
+        built = compress(
+            matrix, damping=float(values.min()), tolerance=_ROUGH, seed=self._seed
+        )
+
+        def product(columns: Tensor) -> Tensor:
+            return torch.addcmul(built @ columns, columns, values[:, None].to(columns.dtype))
+
+        name = f"compressed, {built.num_stored / built.shape[0]:.0f} floats a row"
+        return StandIn(name, product, built.factorize(damping))
+
+    def _subset(self, num_points: int) -> StandIn:
+        """Some points in place of all, drawn by leverage scores."""
+        scores = approximate_scores(self._matrix, self._damping, self._seed)
+        points, weights = draw_points(scores, num_points, self._seed)
+        subset = self._matrix.of_points(points, weights).in_precision(self._dtype)
+        factorized = SampleSpaceFactorization.of(subset, self._damping, self._dtype)
+        values = self._damping.diagonal(subset.shape[0], subset.device).to(self._dtype)
+
+        def product(columns: Tensor) -> Tensor:
+            return torch.addcmul(subset @ columns, columns, values[:, None])
+
+        return StandIn(f"{points.numel()} points", product, factorized)

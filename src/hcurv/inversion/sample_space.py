@@ -25,6 +25,8 @@ from hcurv.factorized import (
     check_float_type,
 )
 from hcurv.indexing import check_count
+from hcurv.inversion.dense import DenseFactorization
+from hcurv.inversion.iterative import estimate_diagonal
 from hcurv.network.factored_matrix import FactoredMatrix
 
 if TYPE_CHECKING:
@@ -37,20 +39,23 @@ _COLUMN_FLOATS = 2**26
 
 
 class SampleSpaceFactorization(Factorized):
-    """(H + D)⁻¹ by a Cholesky factorization of I + S D⁻¹ Sᵀ.
+    """(H + D)⁻¹ by an inverse of I + S D⁻¹ Sᵀ.
+
+    It can do everything where that inverse is a dense Cholesky factorization. Where it is
+    iterative, there is no `sqrt_solve`, and `inverse_diagonal` is estimated from random probes.
 
     Args:
         matrix: H = SᵀS, in the precision to work in.
-        factor: L, lower triangular, (n·q, n·q).
+        inner: (I + S D⁻¹ Sᵀ)⁻¹, (n·q, n·q), in that precision.
         damping: D, positive.
         dtype: type of right-hand sides and solutions.
     """
 
     def __init__(
-        self, matrix: FactoredMatrix, factor: Tensor, damping: Damping, dtype: torch.dtype
+        self, matrix: FactoredMatrix, inner: Factorized, damping: Damping, dtype: torch.dtype
     ) -> None:
         super().__init__(damping)
-        self._matrix, self._factor, self._dtype = matrix, factor, dtype
+        self._matrix, self._inner, self._dtype = matrix, inner, dtype
         self._inverse_damping = 1 / damping.diagonal(matrix.shape[0], matrix.device)
 
     @classmethod
@@ -59,8 +64,11 @@ class SampleSpaceFactorization(Factorized):
     ) -> SampleSpaceFactorization:
         """Form the kernel, and factorize it in place."""
         kernel = matrix.kernel(damping).to_dense()
-        kernel.diagonal().add_(1.0)
-        return cls(matrix, torch.linalg.cholesky(kernel), damping, dtype)
+        size = kernel.shape[0]
+        rows = torch.arange(size, device=kernel.device)
+        one = Damping(torch.ones((), dtype=torch.float64))
+        inner = DenseFactorization.of(kernel, rows, one, size, matrix.dtype)
+        return cls(matrix, inner, damping, dtype)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -79,13 +87,23 @@ class SampleSpaceFactorization(Factorized):
 
     @property
     def num_stored(self) -> int:
-        """The factor, and what products with S need."""
-        return self._factor.numel() + self._matrix.num_stored
+        """The inner inverse, and what products with S need."""
+        return self._inner.num_stored + self._matrix.num_stored
 
     @property
     def nbytes(self) -> int:
         """Bytes of these, in the precision that is worked in."""
         return self.num_stored * self._matrix.dtype.itemsize
+
+    @property
+    def _factor(self) -> Tensor:
+        """L with LLᵀ = I + S D⁻¹ Sᵀ."""
+        if not isinstance(self._inner, DenseFactorization):
+            raise NotFactorizableError(
+                "an iterative inverse in sample space has no square root G with G Gᵀ = (H + D)⁻¹:"
+                ' use sample() for samples, or method="samples" where it fits into memory'
+            )
+        return self._inner.factor
 
     def _undamped(self, columns: Tensor, power: float = 1.0) -> Tensor:
         """D^-power times columns (N, k)."""
@@ -93,7 +111,7 @@ class SampleSpaceFactorization(Factorized):
 
     def _matmat(self, rhs: Tensor) -> Tensor:
         scaled = self._undamped(rhs.to(self._matrix.dtype))
-        solved = torch.cholesky_solve(self._matrix.root_product(scaled), self._factor)
+        solved = self._inner.solve(self._matrix.root_product(scaled))
         return (scaled - self._undamped(self._matrix.root_transposed(solved))).to(rhs.dtype)
 
     def _half_solve(self, rhs: Tensor) -> Tensor:
@@ -116,15 +134,16 @@ class SampleSpaceFactorization(Factorized):
                 return prior.T.to(self.dtype)
             extra = self._noise(self._matrix.num_root_rows, num, generator)
             samples = self._matrix.root_product(prior) + extra.to(self._matrix.dtype)
-            solved = torch.cholesky_solve(samples, self._factor)
+            solved = self._inner.solve(samples)
             back = self._undamped(self._matrix.root_transposed(solved))
             return (prior - back).T.to(self.dtype).contiguous()
 
     def _logdet(self) -> Tensor:
-        logarithms = 2 * self._factor.diagonal().double().log().sum()
-        return (logarithms - self._inverse_damping.log().sum()).cpu()
+        return (self._inner.logdet().cpu() - self._inverse_damping.log().sum().cpu()).detach()
 
     def _inverse_diagonal(self) -> Tensor:
+        if not isinstance(self._inner, DenseFactorization):
+            return self._estimated_diagonal()
         result = self._inverse_damping.clone()
         step = max(1, _COLUMN_FLOATS // max(1, self._factor.shape[0]))
         for rows in torch.arange(self.shape[0], device=self.device).split(step):
@@ -133,6 +152,16 @@ class SampleSpaceFactorization(Factorized):
             squares = halves.double().square().sum(0)
             result[rows] -= squares * self._inverse_damping[rows].square()
         return result
+
+    def _estimated_diagonal(self) -> Tensor:
+        """1/D, minus an unbiased estimate of the diagonal of 1/D − (H + D)⁻¹."""
+        change = estimate_diagonal(
+            lambda columns: self._undamped(columns) - self._matmat(columns),
+            self.shape[0],
+            self._matrix.dtype,
+            self.device,
+        )
+        return self._inverse_damping - change.clamp(min=0).minimum(0.999 * self._inverse_damping)
 
     def to(self, device: DeviceLike = None, dtype: torch.dtype | None = None) -> Self:
         """This factorization with right-hand sides of another precision, on the same device."""
@@ -143,4 +172,4 @@ class SampleSpaceFactorization(Factorized):
                 " matrix again from a model on the other device"
             )
         kept = self._dtype if dtype is None else dtype
-        return type(self)(self._matrix, self._factor, self._damping, kept)
+        return type(self)(self._matrix, self._inner, self._damping, kept)

@@ -1,8 +1,8 @@
-"""What each way of inverting H + D costs, and which one is the cheapest that fits.
+"""What each way of inverting H + D costs, and which one is the fastest that fits.
 
-Times are predicted from counts of floating-point operations and from the speed of this machine's
-matrix products, which is measured when a plan is made. They are meant to order the ways, not to be
-exact.
+Times are predicted from counts of floating-point operations, from the speed of this machine's
+matrix products, and from the time of products with H; both are measured when a plan is made. They
+are meant to order the ways, not to be exact.
 """
 
 from __future__ import annotations
@@ -13,59 +13,48 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
-from torch import Tensor
 
-from hcurv.factorized import Damping
-from hcurv.linalg import lanczos
+from hcurv.inversion.sketch import Spectrum
 from hcurv.memory import available_bytes, format_bytes
 from hcurv.network.gauss_newton import GaussNewton
 
-__all__ = ["InversionPlan", "Spectrum", "Way", "WayName", "plan_ways", "probe_spectrum"]
+__all__ = ["CostModel", "InversionPlan", "Way", "WayName"]
 
-WayName: TypeAlias = Literal["parameters", "samples", "iterations"]
+WayName: TypeAlias = Literal[
+    "parameters", "samples", "iterations", "subset", "compressed", "compressed-samples"
+]
 
 # A Cholesky factorization of a large matrix reaches about this share of the speed of a product,
-# and forming a dense matrix from the factors about this one (measured on two cores of x86).
-_CHOLESKY_SPEED, _FORMING_SPEED = 0.6, 0.4
+# forming a dense matrix from the factors about this one, and triangular solves with few columns
+# this one (measured on two cores of x86).
+_CHOLESKY_SPEED, _FORMING_SPEED, _TRIANGULAR_SPEED = 0.6, 0.4, 0.1
 # A pass over a dense kernel (multiply, add, write) costs as much as this many flops per entry.
 _PASS_FLOPS = 60
 # Plans are made for this many right-hand sides.
 NUM_COLUMNS = 16
 # The share of free memory that a way may take.
 _MEMORY_SHARE = 0.8
-# Steps of the Lanczos iteration that finds the largest eigenvalue of D^-½ H D^-½ to a few percent.
-_LANCZOS_STEPS = 12
 # A product of two square matrices of this size measures the speed of the machine.
 _TRIAL_SIZE = 768
-
-
-@dataclass(frozen=True)
-class Spectrum:
-    """What a few products tell of D^-½ H D^-½.
-
-    Attributes:
-        largest: its largest eigenvalue, λ₁/λ for a damping λ.
-        trace: its trace, an upper bound of the effective dimension.
-    """
-
-    largest: float
-    trace: float
-
-
-def probe_spectrum(matrix: GaussNewton, damping: Damping) -> Spectrum:
-    """Find the largest eigenvalue of D^-½ H D^-½ by a few products, and its trace."""
-    roots = damping.diagonal(matrix.shape[0], matrix.device).rsqrt()
-    trace = float((matrix.diagonal().double() * roots.square()).sum())
-    scale = roots.to(matrix.dtype)
-
-    def product(vector: Tensor) -> Tensor:
-        return scale * (matrix @ (scale * vector))
-
-    values, _, residuals = lanczos(
-        product, matrix.shape[0], _LANCZOS_STEPS, matrix.dtype, matrix.device
-    )
-    largest = min(float(values[-1] + residuals[-1]), trace)
-    return Spectrum(max(largest, 0.0), trace)
+# Block conjugate gradients behave as if the preconditioner had taken away this share of the columns
+# of the sketch, and the block itself as many eigenvalues as it has columns (fitted, see sketch.py).
+_TAKEN_SHARE = 0.6
+# One iteration passes over its blocks of vectors about this many times, at this many floats per
+# second.
+_VECTOR_PASSES, _FLOATS_PER_SECOND = 24, 1e9
+# Work of the Nyström step for r columns, in flops over N·r². Half of it is in double precision.
+_NYSTROM_FLOPS = 20
+# A subset of points is given this many rows for each effective dimension, within these bounds. The
+# condition number with M rows was about 1 + 7·(10 d/M)² on a classifier of 4,978 parameters.
+_SUBSET_SHARE, _SUBSET_LEAST, _SUBSET_MOST = 10, 512, 12_000
+# Estimating leverage scores costs about as much as products with this many columns.
+_SCORE_COLUMNS = 24
+# A compressed matrix takes about as long to build as products with this many columns, and this many
+# seconds for each row and each factor of ten between the largest eigenvalue and the damping. As a
+# preconditioner it needs about this many iterations.
+_BUILD_COLUMNS, _BUILD_SECONDS, _BUILT_ITERATIONS = 1500, 1.5e-4, 5
+# It stores about this many floats a row, for each factor of ten.
+_BUILT_FLOATS = 150
 
 
 @dataclass(frozen=True)
@@ -73,8 +62,12 @@ class Way:
     """One way to invert H + D.
 
     Attributes:
-        name: "parameters" (dense Cholesky factorization of H + D), "samples" (of I + S D⁻¹ Sᵀ) or
-            "iterations" (conjugate gradients on the exact H).
+        name: "parameters" (dense Cholesky factorization of H + D), "samples" (of I + S D⁻¹ Sᵀ), or
+            conjugate gradients on the exact H, preconditioned by a low-rank sketch ("iterations"),
+            by a subset of the points, drawn by leverage scores and factorized in sample space
+            ("subset"), or by a hierarchical matrix, of H ("compressed") or of S D⁻¹ Sᵀ
+            ("compressed-samples").
+        size: the rank of the sketch, or the number of points of the subset; 0 for the others.
         seconds: predicted time of setting up and of solving for 16 right-hand sides.
         nbytes: memory that it takes.
         accuracy: predicted relative error of solves.
@@ -82,10 +75,18 @@ class Way:
     """
 
     name: WayName
+    size: int
     seconds: float
     nbytes: int
     accuracy: float
     fits: bool
+
+    @property
+    def description(self) -> str:
+        """The name, with the size."""
+        if self.name == "iterations":
+            return f"iterations, rank {self.size}"
+        return f"subset, {self.size} points" if self.name == "subset" else self.name
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class InversionPlan:
         ways: all of them, the fastest first.
         size: N.
         num_root_rows: n·q.
-        spectrum: what was known of the matrix.
+        spectrum: what was known of the eigenvalues of D^-½ H D^-½.
     """
 
     chosen: Way
@@ -110,86 +111,147 @@ class InversionPlan:
         """A small table."""
         lines = [
             f"N = {self.size}, n·q = {self.num_root_rows}, largest eigenvalue over damping"
-            f" {self.spectrum.largest:.2g} (predictions, {NUM_COLUMNS} right-hand sides)",
-            f"  {'way':<12}{'seconds':>9}{'memory':>10}{'error':>9}",
+            f" {self.spectrum.largest:.2g}, effective dimension about"
+            f" {self.spectrum.effective_dimension:.2g}",
+            f"predictions for {NUM_COLUMNS} right-hand sides:",
+            f"  {'way':<24}{'seconds':>9}{'memory':>10}{'error':>9}",
         ]
         for way in self.ways:
             mark = "→" if way is self.chosen else " "
             note = "" if way.fits else "  does not fit"
             lines.append(
-                f"{mark} {way.name:<12}{way.seconds:>9.2g}{format_bytes(way.nbytes):>10}"
+                f"{mark} {way.description:<24}{way.seconds:>9.2g}{format_bytes(way.nbytes):>10}"
                 f"{way.accuracy:>9.0e}{note}"
             )
         return "\n".join(lines)
 
 
-def working_precision(matrix: GaussNewton, spectrum: Spectrum, tolerance: float) -> torch.dtype:
-    """Double precision, unless rounding in single precision is far below the tolerance.
-
-    Rounding changes H by about eps·λ₁, which a solve with damping λ multiplies by 1/λ.
-    """
-    rounding = 10 * torch.finfo(matrix.dtype).eps * spectrum.largest
-    return matrix.dtype if rounding <= 0.1 * tolerance else torch.float64
-
-
-def plan_ways(
-    matrix: GaussNewton, num_nonzero: int, spectrum: Spectrum, tolerance: float
-) -> list[Way]:
-    """All ways with their predicted costs, the fastest first.
+class CostModel:
+    """Predicts times and memory.
 
     Args:
         matrix: H.
         num_nonzero: rows of H that are not zero.
-        spectrum: of D^-½ H D^-½.
+        dtype: the precision that is worked in.
         tolerance: relative error of solves that is asked for.
+        seconds_per_column: time of a product of H with one of several columns.
     """
-    dtype = working_precision(matrix, spectrum, tolerance)
-    speed = _speed(dtype, matrix.device)
-    free = available_bytes(matrix.device)
-    most = math.inf if free is None else _MEMORY_SHARE * free
-    points, rows = matrix.num_points, matrix.num_root_rows
-    copies = matrix.num_stored * dtype.itemsize if dtype != matrix.dtype else 0
-    rounding = float(torch.finfo(dtype).eps) * spectrum.largest
 
-    def way(name: WayName, seconds: float, nbytes: float, accuracy: float) -> Way:
-        return Way(name, seconds, int(nbytes), accuracy, nbytes <= most)
+    def __init__(
+        self,
+        matrix: GaussNewton,
+        num_nonzero: int,
+        dtype: torch.dtype,
+        tolerance: float,
+        seconds_per_column: float,
+    ) -> None:
+        self._matrix, self._num_nonzero = matrix, num_nonzero
+        self._dtype, self._tolerance = dtype, tolerance
+        self._speed = machine_speed(dtype, matrix.device)
+        free = available_bytes(matrix.device)
+        self._most = math.inf if free is None else _MEMORY_SHARE * free
+        # Double precision takes twice as long.
+        doubled = 2.0 if dtype != matrix.dtype else 1.0
+        self._column, self._own_column = doubled * seconds_per_column, seconds_per_column
+        self._copies = matrix.num_stored * dtype.itemsize if dtype != matrix.dtype else 0
 
-    forming = num_nonzero**2 * points / (_FORMING_SPEED * speed)
-    solving = 2.0 * NUM_COLUMNS * num_nonzero**2 / (0.1 * speed)
-    factoring = num_nonzero**3 / 3 / (_CHOLESKY_SPEED * speed)
-    parameters = way(
-        "parameters",
-        forming + factoring + solving,
-        2 * num_nonzero**2 * dtype.itemsize + copies,
-        rounding,
-    )
-    units, inputs = matrix.factors.num_units, matrix.factors.inputs.shape[0]
-    per_entry = units + inputs / (rows / points) ** 2 + len(matrix.layout.layers) * _PASS_FLOPS
-    forming = rows**2 * per_entry / speed
-    factoring = rows**3 / 3 / (_CHOLESKY_SPEED * speed)
-    product = 4.0 * matrix.shape[0] * points * NUM_COLUMNS / (0.5 * speed)
-    samples = way(
-        "samples",
-        forming + factoring + product + 2.0 * NUM_COLUMNS * rows**2 / (0.1 * speed),
-        2 * rows**2 * dtype.itemsize + copies,
-        rounding,
-    )
-    # Conjugate gradients need ½ √κ log(2/ε) iterations, and at most as many as H has eigenvalues.
-    condition = 1 + spectrum.largest
-    bound = 0.5 * math.sqrt(condition) * math.log(2 / tolerance)
-    iterations = max(1.0, min(bound, num_nonzero, rows, 4 * spectrum.trace + 4))
-    own_speed = speed if dtype == matrix.dtype else _speed(matrix.dtype, matrix.device)
-    product = 4.0 * matrix.shape[0] * points * NUM_COLUMNS / (0.5 * own_speed)
-    iterative = way(
-        "iterations",
-        iterations * product,
-        4 * matrix.shape[0] * NUM_COLUMNS * matrix.dtype.itemsize,
-        tolerance,
-    )
-    return sorted((parameters, samples, iterative), key=lambda found: found.seconds)
+    def ways(self, spectrum: Spectrum, ranks: list[int]) -> list[Way]:
+        """All ways, the fastest first; conjugate gradients with the best of the ranks."""
+        found = [self.parameters(spectrum), self.samples(spectrum)]
+        found.append(min((self.iterations(spectrum, r) for r in ranks), key=lambda w: w.seconds))
+        found += [self.subset(spectrum), self.compressed(spectrum)]
+        found.append(self.compressed_samples(spectrum))
+        return sorted(found, key=lambda way: way.seconds)
+
+    def _way(
+        self, name: WayName, seconds: float, floats: float, accuracy: float, size: int = 0
+    ) -> Way:
+        nbytes = int(floats * self._dtype.itemsize) + self._copies
+        return Way(name, size, seconds, nbytes, accuracy, nbytes <= self._most)
+
+    def _rounding(self, spectrum: Spectrum) -> float:
+        return float(torch.finfo(self._dtype).eps) * spectrum.largest
+
+    def parameters(self, spectrum: Spectrum) -> Way:
+        """A dense Cholesky factorization of H + D."""
+        size = self._num_nonzero
+        forming = size**2 * self._matrix.num_points / (_FORMING_SPEED * self._speed)
+        seconds = forming + self._factoring(size) + self._triangular(size)
+        return self._way("parameters", seconds, 2 * size**2, self._rounding(spectrum))
+
+    def samples(self, spectrum: Spectrum) -> Way:
+        """A dense Cholesky factorization of I + S D⁻¹ Sᵀ."""
+        rows = self._matrix.num_root_rows
+        seconds = self._kernel(rows) + self._triangular(rows) + NUM_COLUMNS * self._column
+        return self._way("samples", seconds, 2 * rows**2, self._rounding(spectrum))
+
+    def iterations(self, spectrum: Spectrum, rank: int) -> Way:
+        """Conjugate gradients with a low-rank preconditioner, of which nothing is made yet."""
+        size = self._matrix.shape[0]
+        index = int(_TAKEN_SHARE * rank) + NUM_COLUMNS
+        count = self._num_iterations(1 + spectrum.eigenvalue(index))
+        nystrom = _NYSTROM_FLOPS * size * rank**2 / self._speed
+        one = self._iteration() + 4 * size * rank * NUM_COLUMNS / (0.3 * self._speed)
+        seconds = rank * self._own_column + nystrom + count * one
+        floats = size * (6 * NUM_COLUMNS + 4 * rank)
+        return self._way("iterations", seconds, floats, self._tolerance, rank)
+
+    def subset(self, spectrum: Spectrum) -> Way:
+        """Conjugate gradients, preconditioned by some of the points."""
+        per_point = self._matrix.num_root_rows / self._matrix.num_points
+        dimension = spectrum.effective_dimension
+        wanted = min(max(_SUBSET_SHARE * dimension, _SUBSET_LEAST), _SUBSET_MOST)
+        points = max(1, min(int(wanted / per_point), self._matrix.num_points))
+        rows = points * per_point
+        count = self._num_iterations(1 + 7 * (10 * dimension / rows) ** 2)
+        share = points / self._matrix.num_points
+        one = self._iteration() + self._triangular(rows) + share * NUM_COLUMNS * self._column
+        seconds = _SCORE_COLUMNS * self._own_column + self._kernel(rows) + count * one
+        floats = 2 * rows**2 + 6 * NUM_COLUMNS * self._matrix.shape[0]
+        return self._way("subset", seconds, floats, self._tolerance, points)
+
+    def compressed(self, spectrum: Spectrum) -> Way:
+        """Conjugate gradients, preconditioned by a hierarchical matrix."""
+        return self._built("compressed", self._matrix.shape[0], spectrum)
+
+    def compressed_samples(self, spectrum: Spectrum) -> Way:
+        """The same in sample space, where solves are made more accurate by √(λ₁/λ)."""
+        return self._built("compressed-samples", self._matrix.num_root_rows, spectrum)
+
+    def _built(self, name: WayName, size: int, spectrum: Spectrum) -> Way:
+        digits = max(1.0, math.log10(1 + spectrum.largest))
+        building = _BUILD_COLUMNS * self._own_column + _BUILD_SECONDS * size * digits
+        count = _BUILT_ITERATIONS * (digits if name == "compressed-samples" else 1)
+        one = self._iteration() + 2e-7 * size * digits
+        floats = _BUILT_FLOATS * digits * size * 2
+        return self._way(name, building + count * one, floats, self._tolerance)
+
+    def _kernel(self, rows: float) -> float:
+        """Seconds to form and factorize a kernel."""
+        matrix = self._matrix
+        units, inputs = matrix.factors.num_units, matrix.factors.inputs.shape[0]
+        per_point = matrix.num_root_rows / matrix.num_points
+        per_entry = units + inputs / per_point**2 + len(matrix.layout.layers) * _PASS_FLOPS
+        return rows**2 * per_entry / self._speed + self._factoring(rows)
+
+    def _factoring(self, size: float) -> float:
+        return size**3 / 3 / (_CHOLESKY_SPEED * self._speed)
+
+    def _triangular(self, size: float) -> float:
+        return 2.0 * NUM_COLUMNS * size**2 / (_TRIANGULAR_SPEED * self._speed)
+
+    def _num_iterations(self, condition: float) -> float:
+        """½ √κ log(2/ε), and two at least."""
+        return max(2.0, 0.5 * math.sqrt(condition) * math.log(2 / self._tolerance))
+
+    def _iteration(self) -> float:
+        """Seconds of an iteration without the preconditioner."""
+        size = self._matrix.shape[0]
+        vectors = _VECTOR_PASSES * NUM_COLUMNS * size / _FLOATS_PER_SECOND
+        return NUM_COLUMNS * self._column + vectors
 
 
-def _speed(dtype: torch.dtype, device: torch.device) -> float:
+def machine_speed(dtype: torch.dtype, device: torch.device) -> float:
     """Flops per second of a product of matrices of moderate size."""
     trial = torch.ones(_TRIAL_SIZE, _TRIAL_SIZE, dtype=dtype, device=device)
     best = math.inf

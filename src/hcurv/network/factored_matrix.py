@@ -85,6 +85,18 @@ class FactoredMatrix(EntryOperator):
         """
         return FactoredMatrix(self._factors.to(dtype), self._workspace)
 
+    def of_points(self, points: Tensor, weights: Tensor) -> FactoredMatrix:
+        """The sum over some of the points alone, each with a weight.
+
+        Examples:
+            >>> first = H.of_points(torch.arange(5), torch.ones(5))
+            >>> rest = H.of_points(torch.arange(5, 20), torch.ones(15))
+            >>> torch.allclose(first.to_dense() + rest.to_dense(), H.to_dense())
+            True
+        """
+        chosen = self._factors.select(points, weights.sqrt().to(self.dtype))
+        return FactoredMatrix(chosen, self._workspace)
+
     def _matmat(self, rhs: Tensor) -> Tensor:
         return products.product(self._factors, rhs, self._workspace)
 

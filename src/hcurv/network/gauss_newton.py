@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from hcurv.factorized import DampingLike, Factorized
+from hcurv.factorized import DampingLike, Factorized, as_damping
 from hcurv.indexing import check_count, check_seed
 from hcurv.losses import Loss
 from hcurv.network import products
@@ -114,17 +114,25 @@ class GaussNewton(FactoredMatrix):
         with torch.no_grad():
             return SampledEntries(self._factors, num_samples, scheme, seed, self._workspace)
 
-    def subsample(self, num_points: int, seed: int = 0) -> GaussNewton:
+    def subsample(
+        self, num_points: int, seed: int = 0, *, damping: DampingLike | None = None
+    ) -> GaussNewton:
         """Estimate this matrix, without bias, from fewer points.
 
-        ``num_points`` points are drawn with replacement in proportion to ‖V(t)‖_F², their shares
-        in the trace, and weighted by the inverse. The result is positive semi-definite, has the
-        same trace, and E‖W − H‖_F² ≤ trace(H)²/num_points. A point that is drawn several times is
-        stored once, so the result may hold fewer than ``num_points``; `points` says which.
+        ``num_points`` points are drawn with replacement and weighted by the inverse of their
+        probabilities, so that the result is positive semi-definite. Without ``damping``, a point
+        is drawn in proportion to ‖V(t)‖_F², its share in the trace: the result has the same trace,
+        and E‖W − H‖_F² ≤ trace(H)²/num_points, which suits products. With ``damping``, it is drawn
+        in proportion to its ridge leverage score tr(S_t (H + D)⁻¹ S_tᵀ), which keeps H + D
+        spectrally and suits solves, variances and log-determinants. The scores are estimated at
+        the cost of two or three products. A point that is drawn several times is stored once, so
+        the result may hold fewer than ``num_points``; `points` says which.
 
         Args:
             num_points: the number of points to draw, at most n.
             seed: the seed of the draw.
+            damping: D, positive: a number, a tensor (N,), or numbers by the names of parameters or
+                layers; None to draw by norms.
 
         Returns:
             A `GaussNewton` over the drawn points; its entries and products are exact for them.
@@ -135,11 +143,14 @@ class GaussNewton(FactoredMatrix):
             True
             >>> torch.allclose(W.diagonal().sum(), H.diagonal().sum())
             True
+            >>> H.subsample(10, damping=1e-2).shape  # a subset to solve with, at this damping
+            (51, 51)
         """
         num_points = check_count(num_points, "num_points", most=self.num_points)
         seed = check_seed(seed)
         with torch.no_grad():
-            points, weights = draw_points(self._factors, num_points, seed)
+            scores = self._point_scores(damping, seed)
+            points, weights = draw_points(scores, num_points, seed)
             result = copy.copy(self)
             result._factors = self._factors.select(points, weights.sqrt().to(self.dtype))
             result._points = self.points[points]
@@ -147,6 +158,16 @@ class GaussNewton(FactoredMatrix):
             earlier = 1.0 if self._point_weights is None else self._point_weights[points]
             result._point_weights = weights * earlier
             return result
+
+    def _point_scores(self, damping: DampingLike | None, seed: int) -> Tensor:
+        """What points are drawn in proportion to, (n,)."""
+        if damping is None:
+            return self._factors.point_norms()
+        from hcurv.inversion.leverage import approximate_scores
+
+        resolved = as_damping(damping, self.shape[0], self.layout)
+        resolved.require_positive("leverage scores divide by it")
+        return approximate_scores(self, resolved, seed)
 
     @property
     def points(self) -> Tensor:
@@ -160,37 +181,61 @@ class GaussNewton(FactoredMatrix):
         damping: DampingLike,
         tolerance: float = 1e-2,
         *,
-        method: Literal["auto", "parameters", "samples", "iterations"] = "auto",
+        method: Literal[
+            "auto",
+            "parameters",
+            "samples",
+            "iterations",
+            "subset",
+            "compressed",
+            "compressed-samples",
+        ] = "auto",
+        seed: int = 0,
     ) -> Factorized:
-        """Invert H + D, in the way that is predicted to serve best.
+        """Invert H + D, in the way that is predicted to be the fastest.
 
         Args:
             damping: D, positive: a number, a tensor (N,), or numbers by the names of parameters or
                 layers.
             tolerance: relative error of solves. The two exact ways are as accurate as the
-                precision of the model allows; conjugate gradients stop at this residual.
-            method: "parameters" factorizes the dense H + D, "samples" the dense I + S D⁻¹ Sᵀ,
-                which is smaller where n·q < N; "iterations" runs conjugate gradients for every
-                solve, and has no log-determinant. "auto" takes the faster exact way, unless
-                conjugate gradients are much faster or it does not fit into memory;
-                ``print(F.plan)`` shows what was weighed.
+                precision of the model allows. The others run conjugate gradients on the exact H
+                until the residual and the estimated error of every solve are below it.
+            method: "parameters" factorizes the dense H + D, and "samples" the dense I + S D⁻¹ Sᵀ,
+                which is smaller where n·q < N. The others differ in what preconditions conjugate
+                gradients: "iterations" a low-rank sketch, "subset" some of the points, drawn by
+                their leverage scores, "compressed" a hierarchical matrix of H, and
+                "compressed-samples" one of S D⁻¹ Sᵀ. "auto" chooses; ``print(F.plan)`` shows what
+                was weighed.
+            seed: the seed of sketches and of draws.
+
+        Returns:
+            What solves, samples and has a log-determinant. Where the way is iterative, the
+            log-determinant and the diagonal of the inverse are exact if a dense factorization is
+            affordable, which is then made when they are first asked for; if not, they are estimated
+            from random probes. ``F.accuracy`` says how accurate everything is.
 
         Raises:
             ValueError: the damping is not positive, or the tolerance is beyond the precision of
                 the model.
             InsufficientMemoryError: there is no memory for the method that was asked for.
 
+        Warns:
+            AccuracyWarning: later, by a solve or a log-determinant that misses the tolerance.
+
         Examples:
             >>> F = H.factorize(1e-2)
             >>> x = F.solve(b)
             >>> torch.allclose(H @ x + 1e-2 * x, b)
             True
-            >>> sorted(way.name for way in F.plan.ways)
-            ['iterations', 'parameters', 'samples']
+            >>> F.plan.chosen.name in ("parameters", "samples")
+            True
+            >>> iterative = H.factorize(1e-2, tolerance=1e-6, method="iterations")
+            >>> bool((iterative.solve(b) - x).norm() < 1e-5 * x.norm())
+            True
         """
         from hcurv.inversion.factorize import factorize
 
-        return factorize(self, damping, tolerance, method)
+        return factorize(self, damping, tolerance, method, check_seed(seed))
 
     def gradient(self, targets: Tensor | None = None) -> Tensor:
         """Compute the flat gradient of the loss, with its reduction, over the data, (N,).

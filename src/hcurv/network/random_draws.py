@@ -5,33 +5,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hcurv.network.layer_factors import LayerFactors
-
 __all__ = ["draw_points", "hashed_uniforms", "invert_cumulative"]
 
 
-def draw_points(factors: LayerFactors, num_points: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Draw points with probability p_t = ‖V(t)‖_F² / trace(H), and merge repetitions.
+def draw_points(scores: Tensor, num_points: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Draw points with probabilities p_t in proportion to scores, and merge repetitions.
 
     A point that is drawn m times out of c gets the weight m/(c·p_t), which makes the weighted sum
     of V(t)V(t)ᵀ over the drawn points an unbiased estimate of H.
 
     Args:
-        factors: what H is made of.
+        scores: not negative, (n,), in double precision.
         num_points: c, the number of draws.
         seed: the seed of the draws.
 
     Returns:
         Distinct points in increasing order, and the weight of each, in double precision.
     """
-    norms = factors.point_norms()
-    trace = norms.sum()
-    if trace == 0:  # the matrix is zero, and any point represents it
-        return torch.zeros(1, dtype=torch.long, device=norms.device), norms.new_ones(1)
+    total = scores.sum()
+    if total == 0:  # the matrix is zero, and any point represents it
+        return torch.zeros(1, dtype=torch.long, device=scores.device), scores.new_ones(1)
     generator = torch.Generator().manual_seed(seed)
-    draws = torch.rand(num_points, generator=generator, dtype=torch.float64).to(norms.device)
-    points, counts = torch.unique(invert_cumulative(norms.cumsum(0), draws), return_counts=True)
-    return points, counts * trace / (num_points * norms[points])
+    draws = torch.rand(num_points, generator=generator, dtype=torch.float64).to(scores.device)
+    points, counts = torch.unique(invert_cumulative(scores.cumsum(0), draws), return_counts=True)
+    return points, counts * total / (num_points * scores[points])
 
 
 def invert_cumulative(cumulative: Tensor, uniforms: Tensor) -> Tensor:
