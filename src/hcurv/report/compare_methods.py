@@ -172,7 +172,7 @@ class _Run:
                 damping=self._damping,
                 seed=self._seed,
             )
-        leaves = f"leaves of {found.record.leaf_size}" if found.tree.num_kept else "no tree"
+        leaves = f"leaves of {found.record.leaf_size}" if found.tree.has_clusters else "a diagonal"
         return found, f"global rank {found.global_rank}, {leaves}"
 
     def low_rank(self) -> tuple[LowRank, str]:

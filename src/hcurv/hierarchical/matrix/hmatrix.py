@@ -23,6 +23,7 @@ from hcurv.hierarchical.parts.levels import Coupling, LeafBlocks, Level
 from hcurv.hierarchical.parts.nested_tensors import map_tensors, tensors_of
 from hcurv.hierarchical.parts.plan import Plan
 from hcurv.hierarchical.solving.factorization import Factorization, factorize
+from hcurv.hierarchical.solving.trust import warn_of_roughness
 from hcurv.hierarchical.tree.cluster_tree import ClusterTree
 from hcurv.indexing import Index, Indices, resolve_indices, resolve_pairs
 from hcurv.layout import ParameterLayout
@@ -130,6 +131,39 @@ class HMatrix(EntryOperator):
         return self.record.estimated_error
 
     @property
+    def damped_error(self) -> float | None:
+        """The root mean square of ‖E z‖/‖z‖ over normal z; None if compressed without a damping.
+
+        E = Gᵀ (H − A) G, where λ is the damping and A + λI = (G Gᵀ)⁻¹. A solve is wrong by E, and
+        the normal distributions with precisions H + λI and A + λI have a divergence of about
+        ¼‖E‖_F² = ¼ N · damped_error². The build estimated it, from probes that it did not use
+        otherwise; ``record.damped_error`` has more of what they say.
+
+        Examples:
+            >>> A = hcurv.compress(H, damping=0.1)
+            >>> A.damped_error < 0.05, A.variance_error < 0.02
+            (True, True)
+        """
+        found = self.record.damped_error
+        return None if found is None else found.rms
+
+    @property
+    def variance_error(self) -> float | None:
+        """Relative error of variances jᵀ (A + λI)⁻¹ j; None if compressed without a damping.
+
+        The j are random rows of a root of H (H = Σ j jᵀ), such as an output's Jacobian. This is the
+        error that the tolerance of `compress` bounds, if it is given a damping λ. The build
+        estimated it, like `damped_error`.
+
+        Examples:
+            >>> A = hcurv.compress(H, damping=0.1, tolerance=1e-3)
+            >>> A.variance_error < 2e-3
+            True
+        """
+        found = self.record.damped_error
+        return None if found is None else found.variance
+
+    @property
     def plan(self) -> Plan | None:
         """How global rank, leaf size and ordering were chosen. It prints as a table."""
         return self.record.plan
@@ -225,7 +259,9 @@ class HMatrix(EntryOperator):
         """Entries of what the tree stores, without the global part."""
         return elements.pairs(self, rows, cols)
 
-    def factorize(self, damping: DampingLike = 0.0, *, definite: bool = True) -> Factorization:
+    def factorize(
+        self, damping: DampingLike = 0.0, *, definite: bool = True, warn: bool = True
+    ) -> Factorization:
         """Factorize A + D, for solving, log-determinants, samples and variances.
 
         Args:
@@ -235,11 +271,17 @@ class HMatrix(EntryOperator):
             definite: whether A + D has to be positive definite. With False it may have negative
                 eigenvalues, which are counted, but factorizing takes several times as long. To find
                 eigenvalues near s, a damping of −s is needed.
+            warn: whether to warn if this matrix is too rough for the damping. A preconditioner may
+                be rough, and needs no warning.
 
         Raises:
             NotPositiveDefiniteError: A + D is not positive definite. Its ``smallest_damping`` is a
                 number that works.
             InsufficientMemoryError: the factors would not fit into free memory.
+
+        Warns:
+            AccuracyWarning: the matrix was compressed without a damping, or for a larger one, and
+                its error is far above this damping.
 
         Examples:
             >>> F = A.factorize(damping=1e-2)
@@ -253,7 +295,10 @@ class HMatrix(EntryOperator):
         """
         resolved = as_damping(damping, self.shape[0], self.layout)
         with torch.no_grad():
-            return factorize(self, resolved, definite)
+            factors = factorize(self, resolved, definite)
+            if warn and definite and self._record is not None:
+                warn_of_roughness(self, self._record, factors, resolved, stacklevel=2)
+            return factors
 
     def to(self, device: DeviceLike = None, dtype: torch.dtype | None = None) -> HMatrix:
         """Return this matrix on another device or in another precision.

@@ -25,7 +25,7 @@ from hcurv.sources import as_operator
 if TYPE_CHECKING:
     from hcurv.hierarchical.matrix.hmatrix import HMatrix
 
-__all__ = ["Factorization", "factorize"]
+__all__ = ["Factorization", "factorize", "try_factorize"]
 
 
 class Factorization(Factorized):
@@ -293,14 +293,22 @@ def factorize(matrix: HMatrix, damping: Damping, definite: bool) -> Factorizatio
         NotPositiveDefiniteError: it is not.
         ValueError: A has entries that are not finite.
     """
+    result = try_factorize(matrix, damping, definite)
+    if result is None:
+        raise indefinite_error(matrix, damping, definite)
+    return result
+
+
+def try_factorize(matrix: HMatrix, damping: Damping, definite: bool = True) -> Factorization | None:
+    """Factorize A + D as `factorize` does; None if that is not possible."""
     _check_finite(matrix)
     zero_rows = damping.rows(matrix.tree.zero_rows)
+    if bool((zero_rows <= 0).any() if definite else (zero_rows == 0).any()):
+        return None
     try:
-        if bool((zero_rows <= 0).any() if definite else (zero_rows == 0).any()):
-            raise IndefiniteError
         factors = factorize_levels(matrix, damping.value, definite)
     except IndefiniteError:
-        raise indefinite_error(matrix, damping, definite) from None
+        return None
     result = Factorization(
         matrix.tree,
         factors.levels,
