@@ -111,7 +111,7 @@ def indefinite() -> hcurv.HMatrix:
 def test_indefinite_matrices_are_refused_with_a_damping_that_works() -> None:
     matrix = indefinite()
     lowest = float(torch.linalg.eigvalsh(matrix.to_dense())[0])
-    with pytest.raises(hcurv.NotPositiveDefiniteError, match="positive_definite=True") as caught:
+    with pytest.raises(hcurv.NotPositiveDefiniteError, match="compress for the damping") as caught:
         matrix.factorize(1e-4)
     smallest = caught.value.smallest_damping
     assert caught.value.damping == 1e-4
@@ -464,7 +464,6 @@ def test_refined_solutions_are_never_worse_and_never_silently_wrong(dtype: torch
             tolerance=3e-2,
             leaf_size=16,
             global_rank=0,
-            positive_definite=True,
             damping=damping,
         )
         factors = rough.factorize(damping)

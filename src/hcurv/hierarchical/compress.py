@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from contextlib import closing
 from dataclasses import replace
 from typing import Literal
@@ -27,6 +26,7 @@ from hcurv.hierarchical.building.damped_error import (
 )
 from hcurv.hierarchical.building.phases import Phases
 from hcurv.hierarchical.building.sampler import FIRST_RANK, num_columns_for
+from hcurv.hierarchical.building.shortfall import CompressionWarning, warn_of_shortfall
 from hcurv.hierarchical.building.sketch import RandomProducts
 from hcurv.hierarchical.building.storage_fit import fit_storage, max_floats
 from hcurv.hierarchical.matrix.hmatrix import HMatrix
@@ -46,26 +46,8 @@ __all__ = ["CompressionWarning", "compress"]
 # If several builds may be needed, so many floats of random products are kept for the next one:
 # 1 GB in single precision.
 _KEPT_FLOATS = 2**28
-# The estimated error is warned of beyond these multiples of the tolerance. It is known to about
-# 20 %, because it is measured on 16 random vectors. Without a rank cap the multiple is larger,
-# since the user could do nothing but accept the error or use another precision.
-_WARN_CAPPED = 1.5
-_WARN_UNCAPPED = 4.0
 # With a damping, at most so many builds are made until the damped error is small enough.
 _MAX_DAMPED_BUILDS = 4
-
-
-class CompressionWarning(UserWarning):
-    """The compressed matrix is less accurate than asked for.
-
-    Examples:
-        >>> import warnings
-        >>> with warnings.catch_warnings():
-        ...     warnings.simplefilter("ignore", hcurv.CompressionWarning)
-        ...     rough = hcurv.compress(H, tolerance=1e-4, max_rank=1, leaf_size=8, global_rank=0)
-        >>> rough.estimated_error > 1e-4
-        True
-    """
 
 
 def compress(
@@ -164,7 +146,7 @@ def compress(
     with torch.no_grad(), closing(Phases(progress)) as phases:
         matrix = as_source(source)
         built = _compress(matrix, options.for_source(matrix), phases)
-    _warn(built, options.max_storage is not None)
+    warn_of_shortfall(built, options.max_storage is not None)
     return built.matrix.with_layout(layout_of(matrix))
 
 
@@ -353,49 +335,4 @@ def _require_memory(source: EntrySource, num_kept: int, options: Options) -> Non
         source.device,
         f"compressing a matrix of N = {source.shape[0]} with leaves of {leaf_size}",
         ("choose a smaller leaf_size or max_rank", "use float32"),
-    )
-
-
-def _warn(built: Construction, is_limited: bool) -> None:
-    """Warn of an error that is larger than asked for."""
-    record = built.matrix.record
-    if record.damping is None:
-        wanted = record.tolerance
-        factor = _WARN_CAPPED if record.num_capped else _WARN_UNCAPPED
-        if wanted and record.estimated_error > factor * wanted:
-            what = f"the estimated relative error is {record.estimated_error:.1e}"
-            warnings.warn(
-                f"{what}, asked for was {wanted:.1e}: {_reason(built, is_limited)}.",
-                CompressionWarning,
-                stacklevel=3,
-            )
-        return
-    error, asked = record.damped_error, record.damped_tolerance
-    assert error is not None
-    if asked is None or is_met(error, asked, _WARN_CAPPED):
-        return
-    warnings.warn(
-        f"with damping {record.damping:.1e}, variances are wrong by about"
-        f" {error.variance:.1e} and solves by up to {error.norm:.1e} (estimated), asked for was"
-        f" {asked:.1e}: {_reason(built, is_limited)}.",
-        CompressionWarning,
-        stacklevel=3,
-    )
-
-
-def _reason(built: Construction, is_limited: bool) -> str:
-    """Why an error is larger than asked for, and what to do."""
-    matrix, record = built.matrix, built.matrix.record
-    if record.num_capped:
-        return (
-            f"the rank cap {record.max_rank} held back {record.num_capped} of"
-            f" {2 ** (matrix.tree.depth + 1) - 2} nodes. Raise max_rank or leaf_size, try another"
-            " ordering, or accept a larger tolerance"
-        )
-    if is_limited:
-        return "max_storage allows no more. Raise it, use a larger damping, or accept the error"
-    larger = "a larger tolerance" if record.damping is None else "a larger tolerance or damping"
-    return (
-        f"{matrix.dtype} rounding or noise in the entries is in the way. Use float64 or accept"
-        f" {larger}"
     )

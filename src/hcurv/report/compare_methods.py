@@ -168,7 +168,6 @@ class _Run:
             found = compress(
                 self._matrix,
                 max_storage=self._storage,
-                positive_definite=True,
                 damping=self._damping,
                 seed=self._seed,
             )

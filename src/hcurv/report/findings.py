@@ -141,8 +141,6 @@ def _smaller(comparison: Comparison, details: ComparisonDetails, share: float) -
     return compress(
         details.matrix,
         global_rank=rank,
-        positive_definite=True,
-        damping=comparison.damping,
         seed=details.seed,
         **options,
     )

@@ -35,7 +35,7 @@ def max_floats(
         num_diagonal: floats of a diagonal that has to be stored, too.
     """
     allowed = int(max_storage * size**2)
-    rank = global_rank or 1
+    rank = global_rank or (0 if num_diagonal else 1)
     least = rank * num_rows + num_diagonal
     if least <= allowed:
         return allowed
@@ -47,11 +47,11 @@ def max_floats(
             f" = {size**2} that max_storage={max_storage:g} allows. Use global_rank="
             f"{fitting} or less, or max_storage={smallest:g} or more"
         )
-    each = "two floats" if num_diagonal else "one float"
+    padded = "" if num_diagonal <= num_rows else f", padded to {num_diagonal} of them"
     raise ValueError(
         f"max_storage={max_storage:g} allows {allowed} of N² = {size**2} floats, but"
-        f" the smallest compressed matrix has {each} for each of {num_rows} nonzero rows. Use"
-        f" max_storage={smallest:g} or more"
+        f" the smallest compressed matrix has one float for each of {num_rows} nonzero"
+        f" rows{padded}. Use max_storage={smallest:g} or more"
     )
 
 

@@ -124,20 +124,15 @@ class HMatrix(EntryOperator):
 
     @property
     def estimated_error(self) -> float:
-        """Relative error in the Frobenius norm.
-
-        The build estimated it, from random vectors that it did not use otherwise.
-        """
+        """Relative error in the Frobenius norm, estimated on vectors that the build did not use."""
         return self.record.estimated_error
 
     @property
     def damped_error(self) -> float | None:
         """The root mean square of ‖E z‖/‖z‖ over normal z; None if compressed without a damping.
 
-        E = Gᵀ (H − A) G, where λ is the damping and A + λI = (G Gᵀ)⁻¹. A solve is wrong by E, and
-        the normal distributions with precisions H + λI and A + λI have a divergence of about
-        ¼‖E‖_F² = ¼ N · damped_error². The build estimated it, from probes that it did not use
-        otherwise; ``record.damped_error`` has more of what they say.
+        E = Gᵀ (H − A) G with A + λI = (G Gᵀ)⁻¹: a solve is wrong by E. It is an estimate from
+        probes that the build did not use.
 
         Examples:
             >>> A = hcurv.compress(H, damping=0.1)
@@ -151,9 +146,8 @@ class HMatrix(EntryOperator):
     def variance_error(self) -> float | None:
         """Relative error of variances jᵀ (A + λI)⁻¹ j; None if compressed without a damping.
 
-        The j are random rows of a root of H (H = Σ j jᵀ), such as an output's Jacobian. This is the
-        error that the tolerance of `compress` bounds, if it is given a damping λ. The build
-        estimated it, like `damped_error`.
+        The j are random rows of a root of H (H = Σ j jᵀ), such as an output's Jacobian. If
+        `compress` is given a damping λ, its tolerance is for this error. It is an estimate.
 
         Examples:
             >>> A = hcurv.compress(H, damping=0.1, tolerance=1e-3)
@@ -271,8 +265,7 @@ class HMatrix(EntryOperator):
             definite: whether A + D has to be positive definite. With False it may have negative
                 eigenvalues, which are counted, but factorizing takes several times as long. To find
                 eigenvalues near s, a damping of −s is needed.
-            warn: whether to warn if this matrix is too rough for the damping. A preconditioner may
-                be rough, and needs no warning.
+            warn: whether to warn if the matrix is too rough, which a preconditioner may be.
 
         Raises:
             NotPositiveDefiniteError: A + D is not positive definite. Its ``smallest_damping`` is a
@@ -280,8 +273,7 @@ class HMatrix(EntryOperator):
             InsufficientMemoryError: the factors would not fit into free memory.
 
         Warns:
-            AccuracyWarning: the matrix was compressed without a damping, or for a larger one, and
-                its error is far above this damping.
+            AccuracyWarning: it was not compressed for this damping, and its error is far above it.
 
         Examples:
             >>> F = A.factorize(damping=1e-2)
@@ -297,7 +289,7 @@ class HMatrix(EntryOperator):
         with torch.no_grad():
             factors = factorize(self, resolved, definite)
             if warn and definite and self._record is not None:
-                warn_of_roughness(self, self._record, factors, resolved, stacklevel=2)
+                warn_of_roughness(self, self._record, factors, resolved, stacklevel=3)
             return factors
 
     def to(self, device: DeviceLike = None, dtype: torch.dtype | None = None) -> HMatrix:
