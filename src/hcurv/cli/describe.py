@@ -97,18 +97,19 @@ def facts_of(stored: HMatrix | Factorization) -> list[tuple[str, str]]:
             ("negative", f"{stored.num_negative} eigenvalues"),
         ]
     record = stored.record
-    damped = "not compressed for one"
+    damped, aim = "not for solves with a certain damping", "asked for"
     if record.damping is not None and record.damped_error is not None:
+        aim = "aimed at"
         asked = f", {record.damped_tolerance:.2e} asked for" if record.damped_tolerance else ""
         damped = (
-            f"{record.damping:.6g}; variances are wrong by {record.damped_error.variance:.2e}"
-            f" (estimated{asked})"
+            f"for solves with damping {record.damping:.6g}, variances wrong by"
+            f" {record.damped_error.variance:.2e} (estimated{asked})"
         )
     return [
         *shared,
         ("global rank", str(stored.global_rank)),
-        ("error", f"{stored.estimated_error:.2e} estimated, {record.tolerance:.2e} aimed at"),
-        ("damping", damped),
+        ("error", f"{stored.estimated_error:.2e} estimated, {record.tolerance:.2e} {aim}"),
+        ("compressed", damped),
         (
             "settings",
             f"method {record.method}, seed {record.seed}, max rank"

@@ -188,7 +188,7 @@ class Factorization(Factorized):
             definite: whether A + D is known to be positive definite.
 
         Examples:
-            >>> tree = A.hierarchical_part.factorize(1e-2)
+            >>> tree = A.hierarchical_part.factorize(1e-2, warn=False)
             >>> F = tree if A.global_part is None else tree.with_global_part(A.global_part, True)
             >>> torch.allclose(F.solve(b), A.factorize(1e-2).solve(b))
             True

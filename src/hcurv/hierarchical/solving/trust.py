@@ -28,8 +28,6 @@ _LARGEST_ERROR = 0.5
 _NEAR = 3.0
 # Number of random vectors that estimate traces, to about 20 %.
 _NUM_PROBES = 8
-# Where ‖R‖_F is below this share of the damping, nothing needs to be checked.
-_HARMLESS = 0.5
 
 
 def warn_of_roughness(
@@ -48,7 +46,7 @@ def warn_of_roughness(
     if record.damping is not None and record.damping <= _NEAR * lowest:
         return
     error = record.estimated_error * record.norm  # ‖R‖_F
-    if error <= _HARMLESS * lowest:
+    if error <= lowest:  # then ‖E‖ < 1
         return
     generator, size = torch.Generator().manual_seed(record.seed), matrix.shape[0]
     noise = torch.randn(size, _NUM_PROBES, dtype=matrix.dtype, generator=generator)
@@ -63,7 +61,7 @@ def warn_of_roughness(
     remedy = f"damping={lowest:.1e}" if lowest > 0 else "tolerance=…"
     warnings.warn(
         f"this matrix was compressed {built}, and its error (about {error:.1e} in the Frobenius"
-        f" norm) is far above the damping {lowest:.1e}: solves, variances and log-determinants may"
+        f" norm) is above what the damping {lowest:.1e} allows: solves, variances and log-determinants may"
         f" be wrong by tens of per cent or more. Use compress(H, {remedy}), or a damping of about"
         f" {error:.1e}. If this is for a preconditioner, which may be rough, pass warn=False",
         AccuracyWarning,
