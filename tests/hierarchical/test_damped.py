@@ -196,8 +196,8 @@ def test_limited_storage_is_kept_to_and_positive_definite(floats_per_row: int) -
 def test_a_target_that_ranks_or_rounding_do_not_allow_is_warned_of() -> None:
     operator = network("classifier", torch.float32)
     largest = Truth(operator.to_dense()).largest
+    options = {"max_rank": 2, "leaf_size": 16, "global_rank": 0}
     with pytest.warns(hcurv.CompressionWarning, match=r"variances are wrong.*Raise max_rank"):
-        options = {"max_rank": 2, "leaf_size": 16, "global_rank": 0}
         hcurv.compress(operator, damping=1e-3 * largest, tolerance=1e-2, **options)
     with pytest.warns(hcurv.CompressionWarning, match=r"with damping .* Use float64") as caught:
         matrix = hcurv.compress(operator, damping=1e-8 * largest, tolerance=1e-2)

@@ -158,9 +158,13 @@ def _compress(source: EntrySource, options: Options, phases: Phases) -> Construc
     allowed = None
     if options.max_storage is not None:
         # Beside a global part, a matrix for solving stores at least the diagonal of the rest.
-        floats = 0 if options.damping is None else 2 ** depth_for(num_rows, 1)
+        with_diagonal = options.damping is not None and num_rows > 0
         allowed = max_floats(
-            source.shape[0], num_rows, options.max_storage, options.global_rank, floats
+            source.shape[0],
+            num_rows,
+            options.max_storage,
+            options.global_rank,
+            2 ** depth_for(num_rows, 1) if with_diagonal else 0,
         )
     if options.damping is not None:
         built = _build_damped(source, diagonal, options, allowed, phases)

@@ -214,7 +214,7 @@ def construct(
 def _diagonal_blocks(rest: EntrySource, tree: ClusterTree) -> BuiltBlocks:
     """The blocks of a diagonal matrix: leaves of one row, and levels of rank 0."""
     leaves = leaf_blocks(rest, tree.permutation, tree.bounds(tree.depth))
-    levels = []
+    levels: list[Level] = []
     for depth in range(tree.depth, 0, -1):
         ranks = torch.zeros(2**depth, dtype=torch.long, device=rest.device)
         levels.append(Level(ranks, 0 if levels else tree.num_kept, (), ()))

@@ -192,5 +192,5 @@ def damped_step(error: DampedError | None, wanted: float) -> float:
     """
     if error is None:
         return 0.25
-    step = 0.8 * (wanted / max(error.variance, wanted)) ** 0.7
+    step = 0.8 * math.pow(wanted / max(error.variance, wanted), 0.7)
     return min(max(min(step, 0.6 / max(error.norm, 0.6)), 0.05), 0.6)
