@@ -13,8 +13,8 @@ Before anything is built, ‖E‖_F ≤ ‖H − A‖_F/λ tells which relative 
 suffices. What E changes is largest if H − A is all of one sign, as it is where eigenvalues are cut
 off: the mean error of a variance is then about ‖E‖_F²/d, d = Σ μ/(μ + λ) the effective dimension.
 If it has random signs it is at most ‖E‖_F/d. On three networks and λ/λ₁ from 1e-1 to 1e-6, τ from
-this rule was 0.1 to 3 times λ/λ₁ for an error of 1e-2. The median errors of variances were then 0.02
-to 0.6 %, so that the rule is cautious, and almost always the first build suffices.
+this rule was 0.1 to 3 times λ/λ₁ for an error of 1e-2. The median errors of variances were then
+at most 0.6 %, so that the rule is cautious, and almost always the first build suffices.
 """
 
 from __future__ import annotations
