@@ -207,7 +207,7 @@ def test_a_target_that_ranks_or_rounding_do_not_allow_is_warned_of() -> None:
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_factorizing_warns_where_variances_are_wrong_by_tens_of_per_cent(name: str) -> None:
-    """It warns wherever they are wrong by more than 60 %, and nowhere below 3 %."""
+    """It warns wherever they are wrong by more than 20 %, and nowhere below 5 %."""
     operator = network(name)
     truth = Truth(operator.to_dense())
     num_warned = num_silent = 0
@@ -224,8 +224,8 @@ def test_factorizing_warns_where_variances_are_wrong_by_tens_of_per_cent(name: s
             found = factors.quadratic(truth.rows, diagonal=True)
             wrong = float((found / truth.variances(damping) - 1).abs().median())
             num_warned, num_silent = num_warned + bool(caught), num_silent + (not caught)
-            assert caught or wrong < 0.6, (tolerance, ratio, wrong)
-            assert not caught or wrong > 0.03, (tolerance, ratio, wrong)
+            assert caught or wrong < 0.2, (tolerance, ratio, wrong)
+            assert not caught or wrong > 0.05, (tolerance, ratio, wrong)
     assert num_warned > 1
     assert num_silent > 5
 
