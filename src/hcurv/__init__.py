@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 __all__ = [
+    "AccuracyWarning",
     "CGResult",
     "ClusterTree",
     "ComparedMethod",
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from hcurv import baselines, losses
     from hcurv.applications.newton_step import GaussNewtonStep, gauss_newton_step
     from hcurv.diagonal import Diagonal
-    from hcurv.factorized import Factorized, NotFactorizableError
+    from hcurv.factorized import AccuracyWarning, Factorized, NotFactorizableError
     from hcurv.hierarchical import (
         CompressionWarning,
         Factorization,
@@ -86,7 +87,7 @@ else:  # hidden from type checkers, which would otherwise accept any name
         "losses": (),
         "diagonal": ("Diagonal",),
         "applications.newton_step": ("GaussNewtonStep", "gauss_newton_step"),
-        "factorized": ("Factorized", "NotFactorizableError"),
+        "factorized": ("AccuracyWarning", "Factorized", "NotFactorizableError"),
         "hierarchical": (
             "CompressionWarning",
             "Factorization",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
+    "AccuracyWarning",
     "Damping",
     "DampingLike",
     "DeviceLike",
@@ -46,6 +47,24 @@ class NotFactorizableError(ValueError):
         ... except hcurv.NotFactorizableError as error:
         ...     print(str(error).partition(":")[0])
         conjugate gradients give no log-determinant
+    """
+
+
+class AccuracyWarning(UserWarning):
+    """A matrix was factorized at a damping far below its own error.
+
+    Its solves, variances and log-determinants are then wrong by tens of per cent or more. The
+    message says what to do.
+
+    Examples:
+        >>> import warnings
+        >>> rough = hcurv.compress(H, tolerance=0.3)
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     F = rough.factorize(1e-4)
+        >>> caught[0].category.__name__
+        'AccuracyWarning'
+        >>> F = hcurv.compress(H, damping=1e-4).factorize(1e-4)  # does not warn
     """
 
 

@@ -38,7 +38,6 @@ def matrix(network: Network) -> hcurv.HMatrix:
         tolerance=1e-3,
         leaf_size=16,
         global_rank=0,
-        positive_definite=True,
         damping=DAMPING,
     )
 
@@ -69,7 +68,7 @@ def factorization(network: Network, matrix: hcurv.HMatrix) -> Path:
         ),
         (["--global-rank", "3", "--seed", "7"], {"global_rank": 3, "seed": 7}),
         (["--ordering", "natural", "--leaf-size", "20"], {"ordering": "natural", "leaf_size": 20}),
-        (["--damping", "0.1"], {"positive_definite": True, "damping": 0.1}),
+        (["--damping", "0.1"], {"damping": 0.1}),
     ],
 )
 def test_compress_gives_the_matrix_of_the_library(

@@ -293,20 +293,20 @@ def test_rounding_warning() -> None:
 
 
 def test_a_repair_of_definiteness_beyond_the_tolerance_is_warned_of() -> None:
-    """Rough compression of a matrix with many small eigenvalues, then a tiny damping."""
+    """A rank cap on a matrix with many small eigenvalues, then a tiny damping."""
     dense = kernel_matrix("gaussian", 400, 3, width=0.4)
     options = {"tolerance": 1e-2, "leaf_size": 16, "global_rank": 0}
-    plain = hcurv.compress(dense, **options)
+    plain = hcurv.compress(dense, **{**options, "tolerance": 0.0}, max_rank=30)
     with pytest.warns(
-        hcurv.CompressionWarning, match=r"positive definite raised it from .* Use a larger damping"
+        hcurv.CompressionWarning, match=r"positive definite raised the relative error .* from .*"
     ) as caught:
-        repaired = hcurv.compress(dense, positive_definite=True, damping=1e-6, **options)
+        repaired = hcurv.compress(dense, damping=1e-6, max_rank=30, **options)
     assert caught[0].filename == __file__
-    assert f"raised it from {plain.estimated_error:.1e}" in str(caught[0].message)
-    assert repaired.estimated_error > 1.2e-2
+    assert "Raise max_rank" in str(caught[0].message)
+    assert repaired.estimated_error > 1.2 * plain.estimated_error
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        hcurv.compress(dense, positive_definite=True, damping=100.0, **options)
+        hcurv.compress(dense, damping=100.0, **options)
 
 
 def test_build_records_do_not_change() -> None:

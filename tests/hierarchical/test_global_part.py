@@ -147,6 +147,7 @@ def test_gradients() -> None:
     assert torch.autograd.gradcheck(lambda d: matrix.factorize(d).logdet(), (damping,))
 
 
+@pytest.mark.filterwarnings("ignore::hcurv.AccuracyWarning")  # the matrix is rough
 def test_samples_have_the_inverse_as_covariance() -> None:
     matrix = compressed(torch.float64, tolerance=1e-2)
     samples = matrix.factorize(2.0).sample(50_000, torch.Generator().manual_seed(0))
@@ -158,9 +159,8 @@ def test_samples_have_the_inverse_as_covariance() -> None:
 
 def test_positive_definite() -> None:
     dense = kernel_matrix("gaussian", 200, 2)
-    options = {"tolerance": 1e-2, "leaf_size": 20, "positive_definite": True, "damping": 1e-4}
-    with pytest.warns(hcurv.CompressionWarning, match="positive definite raised it"):
-        matrix = hcurv.compress(dense, global_rank=3, **options)
+    options = {"leaf_size": 20, "max_rank": 6, "damping": 1e-4}
+    matrix = hcurv.compress(dense, global_rank=3, **options)
     assert matrix.global_rank == 3
     check_factorization(matrix, 1e-4)
     assert matrix.relative_error(dense) < 2e-2

@@ -180,6 +180,6 @@ def test_bad_budgets(budget: float) -> None:
         hcurv.compress(torch.eye(4), near_budget=budget)
 
 
-def test_no_near_field_where_definiteness_is_asked_for() -> None:
+def test_no_near_field_where_a_damping_is_given() -> None:
     with pytest.raises(ValueError, match="use near_budget=0"):
-        hcurv.compress(torch.eye(4), near_budget=0.1, positive_definite=True, damping=1.0)
+        hcurv.compress(torch.eye(4), near_budget=0.1, damping=1.0)

@@ -185,7 +185,7 @@ def test_storage_for_less_than_one_float_a_row_is_refused(share: float) -> None:
 
 def test_comparing_a_tiny_network_says_which_storage_it_needs() -> None:
     model = seeded(lambda: nn.Linear(2, 1))
-    with pytest.raises(ValueError, match=r"Use max_storage=0\.334 or more"):
+    with pytest.raises(ValueError, match=r"Use max_storage=0\.445 or more"):
         hcurv.compare(model, nn.MSELoss(), (normal(9, 2).float(), normal(9, 1).float()))
 
 

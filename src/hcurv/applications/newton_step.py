@@ -20,6 +20,10 @@ from hcurv.network.gauss_newton import GaussNewton
 
 __all__ = ["GaussNewtonStep", "gauss_newton_step"]
 
+# The damped error of a preconditioner. A smaller one saves few iterations, and takes longer to
+# build.
+_ROUGH = 0.3
+
 
 @dataclass(frozen=True)
 class GaussNewtonStep:
@@ -78,7 +82,7 @@ def gauss_newton_step(
             "hierarchical" compresses and factorizes H first, which pays for small dampings. None
             uses no preconditioner. Anything else that `cg` takes also works, such as the
             factorization of an earlier step.
-        compression: options of `hcurv.compress` for "hierarchical"; ``accuracy="low"`` if None.
+        compression: options of `hcurv.compress` for "hierarchical"; ``tolerance=0.3`` if None.
         tolerance: the relative residual at which the solve ends.
         max_iterations: the largest number of iterations of conjugate gradients.
         progress: whether to show progress bars.
@@ -121,10 +125,8 @@ def gauss_newton_step(
             if preconditioner == "diagonal":
                 preconditioner = matrix.diagonal() + damping
             else:
-                options = {"accuracy": "low"} if compression is None else compression
-                compressed = compress(
-                    matrix, **options, positive_definite=True, damping=damping, progress=progress
-                )
+                options = {"tolerance": _ROUGH} if compression is None else compression
+                compressed = compress(matrix, **options, damping=damping, progress=progress)
                 preconditioner = compressed.factorize(damping)
     with _timed(seconds, "conjugate gradients"):
         result = cg(

@@ -78,6 +78,7 @@ def facts_of(stored: HMatrix | Factorization) -> list[tuple[str, str]]:
     shape = f"depth {tree.depth}, ordering {tree.ordering}"
     if isinstance(stored, HMatrix):
         shape += f", leaves of up to {stored.record.leaf_size} rows"
+    alone = "a diagonal" if tree.num_kept else "none"
     shared = [
         ("kind", type(stored).__name__),
         ("N", str(size)),
@@ -86,7 +87,7 @@ def facts_of(stored: HMatrix | Factorization) -> list[tuple[str, str]]:
             "stored",
             f"{stored.compression_rate:.4%} of N², {format_bytes(stored.nbytes)} (dense: {dense})",
         ),
-        ("tree", f"{tree.num_kept} rows, {shape}" if tree.num_kept else "none"),
+        ("tree", f"{tree.num_kept} rows, {shape}" if tree.has_clusters else alone),
     ]
     if isinstance(stored, Factorization):
         return [
@@ -96,12 +97,19 @@ def facts_of(stored: HMatrix | Factorization) -> list[tuple[str, str]]:
             ("negative", f"{stored.num_negative} eigenvalues"),
         ]
     record = stored.record
-    definite = "not made so" if record.damping is None else f"with damping {record.damping:.6g}"
+    damped, aim = "not for solves with a certain damping", "asked for"
+    if record.damping is not None and record.damped_error is not None:
+        aim = "aimed at"
+        asked = f", {record.damped_tolerance:.2e} asked for" if record.damped_tolerance else ""
+        damped = (
+            f"for solves with damping {record.damping:.6g}, variances wrong by"
+            f" {record.damped_error.variance:.2e} (estimated{asked})"
+        )
     return [
         *shared,
         ("global rank", str(stored.global_rank)),
-        ("error", f"{stored.estimated_error:.2e} estimated, {record.tolerance:.2e} asked for"),
-        ("positive definite", definite),
+        ("error", f"{stored.estimated_error:.2e} estimated, {record.tolerance:.2e} {aim}"),
+        ("compressed", damped),
         (
             "settings",
             f"method {record.method}, seed {record.seed}, max rank"

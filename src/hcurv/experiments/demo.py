@@ -25,14 +25,14 @@ from hcurv.memory import format_bytes
 __all__ = ["main"]
 
 SIZES = (64, 64, 32, 10)
-# A solve needs a tolerance of about the damping over the largest eigenvalue, which is 6.8 here.
+# The largest eigenvalue is 6.8 here.
 DAMPING = 0.1
 EXAMPLE = (
     "H = hcurv.GaussNewton(model, loss, inputs)",
-    "A = hcurv.compress(H, tolerance=1e-2, positive_definite=True, damping=0.1)",
+    "A = hcurv.compress(H, damping=0.1, tolerance=1e-2)",
     "F = A.factorize(0.1)",
     "step = F.solve(H.gradient(labels))",
-    "print(A.compression_rate, A.estimated_error, float(F.logdet()), float(step.norm()))",
+    "print(A.compression_rate, A.variance_error, float(F.logdet()), float(step.norm()))",
 )
 
 
@@ -88,10 +88,10 @@ def show_example(
     for line in EXAMPLE:
         print(f">>> {line}")
     H = hcurv.GaussNewton(model, loss, inputs)
-    A = hcurv.compress(H, tolerance=1e-2, positive_definite=True, damping=DAMPING)
+    A = hcurv.compress(H, damping=DAMPING, tolerance=1e-2)
     F = A.factorize(DAMPING)
     step = F.solve(H.gradient(labels))
-    print(A.compression_rate, A.estimated_error, float(F.logdet()), float(step.norm()))
+    print(A.compression_rate, A.variance_error, float(F.logdet()), float(step.norm()))
     print()
     return H, A, F
 

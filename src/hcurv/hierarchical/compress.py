@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -19,14 +18,21 @@ from hcurv.hierarchical.building.construct import (
     MatrixStructure,
     construct,
 )
+from hcurv.hierarchical.building.damped_error import (
+    badness,
+    damped_step,
+    frobenius_tolerance,
+    is_met,
+)
 from hcurv.hierarchical.building.phases import Phases
 from hcurv.hierarchical.building.sampler import FIRST_RANK, num_columns_for
+from hcurv.hierarchical.building.shortfall import CompressionWarning, warn_of_shortfall
 from hcurv.hierarchical.building.sketch import RandomProducts
+from hcurv.hierarchical.building.storage_fit import fit_storage, max_floats
 from hcurv.hierarchical.matrix.hmatrix import HMatrix
 from hcurv.hierarchical.near_field.matrix import NearFieldStructure
-from hcurv.hierarchical.options import Options, check_options
+from hcurv.hierarchical.options import FINEST, Options, check_options
 from hcurv.hierarchical.parts.global_part import Remainder
-from hcurv.hierarchical.parts.plan import tolerance_step
 from hcurv.hierarchical.planning.ordering import choose_tree, default_leaf_size
 from hcurv.hierarchical.planning.planner import prepare
 from hcurv.hierarchical.tree.cluster_tree import Distance, cluster, depth_for
@@ -37,40 +43,11 @@ from hcurv.sources import as_source, structural_orders
 
 __all__ = ["CompressionWarning", "compress"]
 
-# With max_storage, at most so many builds try to make better use of the storage, ...
-_MAX_IMPROVEMENTS = 2
-# ... and at most so many builds are made until one fits.
-_MAX_BUILDS = 12
-# Another build aims at this share of max_storage, because its size is known to a few per cent only.
-_AIM = 0.94
-# A build that uses this share of max_storage is good enough.
-_WELL_USED = 0.85
-# A tolerance within this factor of the smallest one is not worth another build.
-_CLOSE = 1.1
 # If several builds may be needed, so many floats of random products are kept for the next one:
 # 1 GB in single precision.
 _KEPT_FLOATS = 2**28
-# The estimated error is warned of beyond these multiples of the tolerance. It is known to about
-# 20 %, because it is measured on 16 random vectors. Without a rank cap the multiple is larger,
-# since the user could do nothing but accept the error or use another precision.
-_WARN_CAPPED = 1.5
-_WARN_UNCAPPED = 4.0
-# Errors before and after a repair of definiteness are measured on the same vectors, so that a
-# smaller increase counts.
-_WARN_REPAIRED = 1.2
-
-
-class CompressionWarning(UserWarning):
-    """The compressed matrix is less accurate than asked for.
-
-    Examples:
-        >>> import warnings
-        >>> with warnings.catch_warnings():
-        ...     warnings.simplefilter("ignore", hcurv.CompressionWarning)
-        ...     rough = hcurv.compress(H, tolerance=1e-4, max_rank=1, leaf_size=8, global_rank=0)
-        >>> rough.estimated_error > 1e-4
-        True
-    """
+# With a damping, at most so many builds are made until the damped error is small enough.
+_MAX_DAMPED_BUILDS = 4
 
 
 def compress(
@@ -86,7 +63,6 @@ def compress(
     ordering: str | Tensor = "auto",
     method: Literal["auto", "sketch", "neighbors"] = "auto",
     distance: Distance = "angle",
-    positive_definite: bool = False,
     damping: float | None = None,
     seed: int = 0,
     progress: bool = False,
@@ -99,7 +75,8 @@ def compress(
             (many blocks at once) and ``orders()`` (orders of its rows by name).
         accuracy: a preset with the paper's settings: "low" (leaves of 128, ranks up to 128,
             tolerance 5e-2) or "high" (1024, 1024, 5e-4). The next three arguments override it.
-        tolerance: relative error ‖H − A‖_F/‖H‖_F to aim at; 0 for as accurate as rounding allows.
+        tolerance: relative error ‖H − A‖_F/‖H‖_F to aim at, which is right for products; 0 for as
+            accurate as rounding allows. With ``damping`` it has another meaning, see there.
         leaf_size: largest number of rows of a leaf. If neither it nor a preset is given, it is
             chosen.
         max_rank: rank cap. Without it, and without a preset, the tolerance alone decides.
@@ -117,15 +94,18 @@ def compress(
         method: "sketch" needs products with the source, "neighbors" needs entries only (the
             paper's way); "auto" takes the sketch if the source offers products.
         distance: distance of nearest neighbours, for ``method="neighbors"`` and the near field.
-        positive_definite: make sure that A + damping·I is positive definite, for this damping and
-            any larger one, by small changes of A where compression errors are in the way.
-        damping: the positive damping that ``positive_definite`` needs.
+        damping: λ > 0, for a matrix to solve with, which `A.factorize` is then given. Now
+            ``tolerance`` is the relative error of (A + λI)⁻¹, in the terms of its use: of the
+            variances jᵀ (A + λI)⁻¹ j of rows j of a root of H, such as the Jacobian of a network's
+            outputs. It is 1e-2 if it is not given. A + λI is positive definite for this λ and any
+            larger one, and the diagonal of H is always kept.
         seed: seed of everything random. The result is a function of source, arguments and seed.
         progress: show on stderr what is being done, in planning and building, and for how long.
 
     Returns:
         The compressed matrix; ``estimated_error`` is its relative error, estimated on random
-        vectors that were not used to build it.
+        vectors that were not used to build it. With a damping, ``variance_error`` and
+        ``damped_error`` are estimates of what the compression does to (A + λI)⁻¹.
 
     Raises:
         TypeError, ValueError: the source is not such a matrix, an option has no valid value, or
@@ -140,6 +120,13 @@ def compress(
         >>> A = hcurv.compress(H, tolerance=1e-2)
         >>> bool((A @ b - H @ b).norm() < 0.05 * (H @ b).norm())
         True
+
+        For solves, variances and log-determinants, compress for the damping that they use:
+
+        >>> A = hcurv.compress(H, damping=1e-2, tolerance=1e-2)
+        >>> x, exact = A.factorize(1e-2).solve(H @ b), H.factorize(1e-2).solve(H @ b)
+        >>> bool((x - exact).norm() < 0.05 * exact.norm())
+        True
     """
     options = check_options(
         accuracy=accuracy,
@@ -152,7 +139,6 @@ def compress(
         ordering=ordering,
         method=method,
         distance=distance,
-        positive_definite=positive_definite,
         damping=damping,
         seed=seed,
         progress=progress,
@@ -160,126 +146,148 @@ def compress(
     with torch.no_grad(), closing(Phases(progress)) as phases:
         matrix = as_source(source)
         built = _compress(matrix, options.for_source(matrix), phases)
-    _warn(built)
+    warn_of_shortfall(built, options.max_storage is not None)
     return built.matrix.with_layout(layout_of(matrix))
 
 
 def _compress(source: EntrySource, options: Options, phases: Phases) -> Construction:
-    """Plan, and build until the result fits into the storage that is allowed."""
-    assert options.tolerance is not None
+    """Plan, and build until the result is as small or as accurate as is asked for."""
     diagonal = source.diagonal()
-    _require_memory(source, int((diagonal > 0).sum()), options)
-    max_floats = _max_floats(source, diagonal, options)
-    with phases.timed("planning"):
-        start = _plan(source, diagonal, options, max_floats, phases)
-    part = start.global_part
-    rest = source if part is None else Remainder(source, part, diagonal)
-    products = None
-    if options.method == "sketch":
-        kept = 0 if max_floats is None else _KEPT_FLOATS
-        with phases.timed("samples"):
-            order = start.tree.permutation
-            products = RandomProducts(rest, order, options.seed + 1, start.sketch, kept)
-    structure: MatrixStructure = HSSStructure()
-    if options.near_budget:
-        structure = NearFieldStructure(options.near_budget, options.distance, options.seed)
-    settings = BuildSettings(
-        structure, options.max_rank, options.distance, options.damping, options.seed
-    )
-
-    def build(tolerance: float) -> Construction:
-        return construct(rest, start, products, tolerance, settings, phases)
-
-    built = build(options.tolerance if start.plan is None else start.plan.tolerance)
-    if max_floats is not None and start.tree.num_kept:
-        built = _fit(built, max_floats, options.tolerance, build)
+    num_rows = int((diagonal > 0).sum())
+    _require_memory(source, num_rows, options)
+    allowed = None
+    if options.max_storage is not None:
+        # Beside a global part, a matrix for solving stores at least the diagonal of the rest.
+        with_diagonal = options.damping is not None and num_rows > 0
+        allowed = max_floats(
+            source.shape[0],
+            num_rows,
+            options.max_storage,
+            options.global_rank,
+            2 ** depth_for(num_rows, 1) if with_diagonal else 0,
+        )
+    if options.damping is not None:
+        built = _build_damped(source, diagonal, options, allowed, phases)
+    else:
+        built = _Builds(source, diagonal, options, allowed, phases).first()
     stored, error = built.matrix.compression_rate, built.matrix.estimated_error
     phases.describe(f"compressed to {stored:.2%} of N², estimated error {error:.1e}")
     return built
 
 
-def _max_floats(source: EntrySource, diagonal: Tensor, options: Options) -> int | None:
-    """The number of floats that may be stored; refused if nothing can be that small."""
-    if options.max_storage is None:
-        return None
-    size, num_rows = source.shape[0], int((diagonal > 0).sum())
-    max_floats = int(options.max_storage * size**2)
-    rank = options.global_rank or 1
-    if rank * num_rows <= max_floats:
-        return max_floats
-    smallest = _share_for(rank * num_rows, size)
-    if options.global_rank:
-        raise ValueError(
-            f"global_rank={rank} takes {rank * num_rows} floats, more than the {max_floats} of N²"
-            f" = {size**2} that max_storage={options.max_storage:g} allows. Use global_rank="
-            f"{max_floats // num_rows} or less, or max_storage={smallest:g} or more"
-        )
-    raise ValueError(
-        f"max_storage={options.max_storage:g} allows {max_floats} of N² = {size**2} floats, but"
-        f" the smallest compressed matrix has one float for each of {num_rows} nonzero rows. Use"
-        f" max_storage={smallest:g} or more"
-    )
-
-
-def _share_for(num_floats: int, size: int) -> float:
-    """The smallest ``max_storage`` with three digits that allows so many floats."""
-    share = num_floats / size**2
-    unit = 10.0 ** (math.floor(math.log10(share)) - 2)
-    steps = math.floor(share / unit)
-    while int((rounded := float(f"{steps * unit:.3g}")) * size**2) < num_floats:
-        steps += 1
-    return rounded
-
-
-def _fit(
-    first: Construction, max_floats: int, least: float, build: Callable[[float], Construction]
+def _build_damped(
+    source: EntrySource,
+    diagonal: Tensor,
+    options: Options,
+    allowed: int | None,
+    phases: Phases,
 ) -> Construction:
-    """Build again until the result fits into what is allowed, and makes use of it.
+    """Build until (A + λI)⁻¹ is as accurate as is asked for, and A + λI positive definite."""
+    damping, wanted = options.damping, options.tolerance
+    assert damping is not None
+    assert wanted is not None
+    finest, tolerance = FINEST * torch.finfo(source.dtype).eps, 0.0
+    if wanted:
+        phases.describe("planning: effective dimension")
+        with phases.timed("planning"):
+            tolerance = frobenius_tolerance(source, diagonal, damping, wanted, options.seed)
+            tolerance = max(tolerance, finest)
+    elif allowed is not None:
+        tolerance = finest
+    builds: _Builds | None = None
+    best: Construction | None = None
+    for _ in range(_MAX_DAMPED_BUILDS):
+        if builds is None or not builds.start.tree.has_clusters:
+            # A global part with a diagonal has to be planned anew to become more accurate.
+            own = replace(options, tolerance=tolerance, damped_tolerance=wanted or None)
+            builds = _Builds(source, diagonal, own, allowed, phases)
+            built = builds.first()
+        else:
+            built = builds.build(tolerance)
+        built = built.measured()
+        record = built.matrix.record
+        if best is None or badness(record.damped_error) < badness(best.matrix.record.damped_error):
+            best = built
+        is_final = allowed is not None or record.num_capped > 0 or tolerance <= finest
+        if is_final or is_met(record.damped_error, wanted):
+            break
+        tolerance = max(finest, tolerance * damped_step(record.damped_error, wanted))
+    assert best is not None
+    is_safe = is_met(best.matrix.record.damped_error, math.inf)
+    return best if is_safe else best.repaired()
 
-    Plans are estimates, so that a first build may be too large or needlessly inaccurate.
+
+class _Builds:
+    """A plan, and builds of it with any tolerance.
 
     Args:
-        first: the first build.
-        max_floats: number of floats that are allowed.
-        least: smallest tolerance that is worth a build.
-        build: builds with another tolerance.
+        source: the matrix.
+        diagonal: its diagonal.
+        options: what is asked for, with a tolerance in the Frobenius norm.
+        allowed: number of floats that are allowed, or None.
+        phases: where to count the time.
 
-    Raises:
-        ValueError: no build was small enough.
+    Attributes:
+        start: what was planned.
     """
-    result, best, tolerance = first, None, first.matrix.record.tolerance
-    smallest = first.matrix.num_stored
-    for attempt in range(_MAX_BUILDS):
-        stored = result.matrix.num_stored
-        smallest = min(smallest, stored)
-        if stored <= max_floats and (best is None or stored > best.matrix.num_stored):
-            best = result
-        is_good = attempt >= _MAX_IMPROVEMENTS or stored >= _WELL_USED * max_floats
-        if stored <= max_floats and (is_good or tolerance <= _CLOSE * least):
-            break
-        if (best is not None and attempt >= _MAX_IMPROVEMENTS) or tolerance >= 1:
-            break
-        step = tolerance_step(stored, int(_AIM * max_floats))
-        if best is None:
-            step = max(step, 1 + attempt / 4)  # small steps may never get there
-        tolerance = min(max(tolerance * step, least), 1.0)
-        result = build(tolerance)
-    if best is None:
-        size = first.matrix.shape[0]
-        raise ValueError(
-            f"max_storage={max_floats / size**2:.3g} is too small for these options: the smallest"
-            f" matrix that was built stores {smallest} floats. Use max_storage="
-            f"{_share_for(smallest, size):g} or more, a smaller leaf_size or global_rank, or"
-            ' leave them to be chosen (leaf_size=None, global_rank="auto")'
+
+    def __init__(
+        self,
+        source: EntrySource,
+        diagonal: Tensor,
+        options: Options,
+        allowed: int | None,
+        phases: Phases,
+    ) -> None:
+        assert options.tolerance is not None
+        self._least, self._allowed, self._phases = options.tolerance, allowed, phases
+        with phases.timed("planning"):
+            self.start = _plan(source, diagonal, options, allowed, phases)
+        part = self.start.global_part
+        self._rest = source if part is None else Remainder(source, part, diagonal)
+        self._products = None
+        if options.method == "sketch":
+            is_only = allowed is None and options.damping is None
+            with phases.timed("samples"):
+                self._products = RandomProducts(
+                    self._rest,
+                    self.start.tree.permutation,
+                    options.seed + 1,
+                    self.start.sketch,
+                    0 if is_only else _KEPT_FLOATS,
+                )
+        structure: MatrixStructure = HSSStructure()
+        if options.near_budget:
+            structure = NearFieldStructure(options.near_budget, options.distance, options.seed)
+        self._settings = BuildSettings(
+            structure,
+            options.max_rank,
+            options.distance,
+            options.damping,
+            options.damped_tolerance,
+            options.seed,
         )
-    return best
+
+    def build(self, tolerance: float) -> Construction:
+        """Build once."""
+        return construct(
+            self._rest, self.start, self._products, tolerance, self._settings, self._phases
+        )
+
+    def first(self) -> Construction:
+        """Build with the tolerance that was planned for, until the result fits."""
+        plan = self.start.plan
+        built = self.build(self._least if plan is None else plan.tolerance)
+        if self._allowed is None or not self.start.tree.has_clusters:
+            return built
+        return fit_storage(built, self._allowed, self._least, self.build)
 
 
 def _plan(
     source: EntrySource,
     diagonal: Tensor,
     options: Options,
-    max_floats: int | None,
+    allowed: int | None,
     phases: Phases,
 ) -> BuildStart:
     """Choose global rank, leaf size and ordering, whichever are left open."""
@@ -294,7 +302,8 @@ def _plan(
             leaf_size=options.leaf_size,
             ordering=ordering,
             global_rank=options.global_rank,
-            max_floats=max_floats,
+            max_floats=allowed,
+            keep_diagonal=options.damping is not None,
             seed=options.seed,
             orders=orders,
             phases=phases,
@@ -330,37 +339,4 @@ def _require_memory(source: EntrySource, num_kept: int, options: Options) -> Non
         source.device,
         f"compressing a matrix of N = {source.shape[0]} with leaves of {leaf_size}",
         ("choose a smaller leaf_size or max_rank", "use float32"),
-    )
-
-
-def _warn(built: Construction) -> None:
-    """Warn of an error that is larger than asked for."""
-    matrix, record = built.matrix, built.matrix.record
-    error, wanted, before = record.estimated_error, record.tolerance, built.error_before_repair
-    if wanted == 0:
-        return
-    is_repair = before is not None and error > _WARN_REPAIRED * max(wanted, before)
-    factor = _WARN_CAPPED if record.num_capped else _WARN_UNCAPPED
-    if error <= factor * wanted and not is_repair:
-        return
-    if is_repair:
-        reason = (
-            f"making A + {record.damping:.1e}·I positive definite raised it from {before:.1e}. Use"
-            " a larger damping, or a smaller tolerance, which leaves less to repair"
-        )
-    elif record.num_capped:
-        reason = (
-            f"the rank cap {record.max_rank} held back {record.num_capped} of"
-            f" {2 ** (matrix.tree.depth + 1) - 2} nodes. Raise max_rank or leaf_size, try another"
-            " ordering, or accept a larger tolerance"
-        )
-    else:
-        reason = (
-            f"{matrix.dtype} rounding or noise in the entries is in the way. Use float64 or accept"
-            " a larger tolerance"
-        )
-    warnings.warn(
-        f"the estimated relative error is {error:.1e}, asked for was {wanted:.1e}: {reason}.",
-        CompressionWarning,
-        stacklevel=3,
     )

@@ -14,7 +14,7 @@ from hcurv.indexing import check_count, check_seed
 from hcurv.operators import EntrySource
 from hcurv.sources import has_product
 
-__all__ = ["Options", "check_options"]
+__all__ = ["FINEST", "Options", "check_options"]
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,10 @@ _PRESETS = {  # the paper's settings
     "high": _Preset(leaf_size=1024, max_rank=1024, tolerance=5e-4),
 }
 _DEFAULT_TOLERANCE = 5e-2
+_DEFAULT_DAMPED_TOLERANCE = 1e-2
 # Where storage alone is asked for, the tolerance is this multiple of the machine epsilon, which no
 # build can go below.
-_FINEST = 10
+FINEST = 10
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Options:
     """What a compression is asked for.
 
     Attributes:
-        tolerance: relative error to aim at.
+        tolerance: relative error to aim at, of A, or of (A + damping·I)⁻¹ if there is a damping.
         leaf_size: largest leaf; None to choose.
         max_rank: rank cap, or None.
         global_rank: columns of the global part; None to choose.
@@ -48,7 +49,9 @@ class Options:
         ordering: name or permutation; "auto" to choose.
         method: "sketch" or "neighbors"; "auto" to choose.
         distance: distance of nearest neighbours.
-        damping: A + damping·I has to be positive definite; None if it need not be.
+        damping: what the matrix is solved with; None if it is for products.
+        damped_tolerance: relative error of (A + damping·I)⁻¹, once ``tolerance`` is one of A; None
+            if there is none.
         seed: seed of everything random.
         progress: whether to show what is being done.
     """
@@ -65,6 +68,7 @@ class Options:
     damping: float | None
     seed: int
     progress: bool
+    damped_tolerance: float | None = None
 
     def for_source(self, source: EntrySource) -> Options:
         """These options with the defaults that depend on the source.
@@ -86,8 +90,12 @@ class Options:
             raise ValueError('global_rank needs products: use method="sketch", or global_rank=0')
         if tolerance is None:
             tolerance = _DEFAULT_TOLERANCE
+            if self.damping is not None:
+                tolerance = _DEFAULT_DAMPED_TOLERANCE
             if self.max_storage is not None:
-                tolerance = _FINEST * torch.finfo(source.dtype).eps
+                # With a damping, 0 asks for all that the storage allows.
+                finest = FINEST * torch.finfo(source.dtype).eps
+                tolerance = finest if self.damping is None else 0.0
             elif self.max_rank is not None:
                 tolerance = 0.0  # a rank cap is an accuracy by itself
         rank = self.global_rank
@@ -110,7 +118,6 @@ def check_options(
     ordering: str | Tensor,
     method: str,
     distance: Distance,
-    positive_definite: bool,
     damping: float | None,
     seed: SupportsIndex,
     progress: bool,
@@ -140,22 +147,14 @@ def check_options(
         raise ValueError(f'method must be "auto", "sketch" or "neighbors"; got {method!r}')
     if distance not in ("angle", "gram"):
         raise ValueError(f'distance must be "angle" or "gram"; got {distance!r}')
-    if positive_definite and (damping is None or not 0 < damping < math.inf):
-        raise ValueError(
-            "positive_definite=True needs a positive damping, as in positive_definite=True,"
-            f" damping=1e-3; got {damping!r}"
-        )
-    if damping is not None and not positive_definite:
-        raise ValueError(
-            "damping is for positive_definite=True only; to factorize with a damping use"
-            " A.factorize(damping)"
-        )
+    if damping is not None:
+        damping = _check_damping(damping)
     if not (isinstance(near_budget, int | float) and 0 <= near_budget < 1):
         raise ValueError(f"near_budget is a share of the leaves, 0 ≤ share < 1; got {near_budget}")
-    if near_budget and positive_definite:
+    if near_budget and damping is not None:
         raise ValueError(
-            "positive_definite=True is for matrices to factorize, without a near field: use"
-            " near_budget=0"
+            f"damping={damping:g} is for matrices to factorize, without a near field: use"
+            " near_budget=0, or leave the damping out"
         )
     if max_storage is not None and not 0 < max_storage < math.inf:
         raise ValueError(f"max_storage is a share of N², positive; got {max_storage}")
@@ -183,3 +182,20 @@ def _check_tolerance(tolerance: float) -> float:
     if not is_valid:
         raise ValueError(f"tolerance must be a number of at least 0; got {tolerance!r}")
     return float(tolerance)
+
+
+def _check_damping(damping: float) -> float:
+    """The damping as a positive number."""
+    message = (
+        f"damping must be a positive number, as in damping=1e-3; got {damping!r}. For a damping of"
+        " each row, compress for the smallest of them; for products, leave it out"
+    )
+    if isinstance(damping, str | bool):
+        raise TypeError(message)
+    try:
+        value = float(damping)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(message) from None
+    if not 0 < value < math.inf:
+        raise ValueError(message)
+    return value

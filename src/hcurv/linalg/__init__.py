@@ -5,6 +5,14 @@ They work with any `SymmetricOperator` or dense tensor, and know neither network
 
 from hcurv.linalg.conjugate_gradients import CGResult, ConvergenceWarning, cg
 from hcurv.linalg.eigenpairs import EigenResult, eigsh
-from hcurv.linalg.lanczos import lanczos
+from hcurv.linalg.lanczos import lanczos, spectral_sample
 
-__all__ = ["CGResult", "ConvergenceWarning", "EigenResult", "cg", "eigsh", "lanczos"]
+__all__ = [
+    "CGResult",
+    "ConvergenceWarning",
+    "EigenResult",
+    "cg",
+    "eigsh",
+    "lanczos",
+    "spectral_sample",
+]

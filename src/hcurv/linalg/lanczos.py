@@ -1,4 +1,4 @@
-"""Plain Lanczos iteration: approximate eigenpairs from a few products."""
+"""Plain Lanczos iteration: eigenpairs and sums over the spectrum, from a few products."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["lanczos"]
+__all__ = ["lanczos", "spectral_sample"]
+
+# An eigenvalue has converged once its residual is below this share of it.
+_CONVERGED = 1e-2
+# The weight that a random vector gives to a simple eigenvalue is the square of a normal number. A
+# larger one than this belongs to an eigenvalue of higher multiplicity, or to a cluster.
+_SIMPLE = 12.0
 
 
 def lanczos(
@@ -33,6 +39,58 @@ def lanczos(
         Values and norms are in double precision. An eigenvalue lies within the residual norm of
         each value.
     """
+    basis, values, mixing, last = _tridiagonalize(product, size, num_steps, dtype, device, seed)
+    residuals = (last * mixing[-1]).abs()
+    vectors = basis.T @ mixing.to(basis)
+    return values.to(device), vectors, residuals.to(device)
+
+
+def spectral_sample(
+    product: Callable[[Tensor], Tensor],
+    size: int,
+    num_steps: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Points θ and weights w with tr f(H) ≈ Σ w f(θ), for functions with f(0) = 0.
+
+    This is the Gauss quadrature that belongs to one Lanczos iteration from a random vector. The
+    random vector sees an eigenvalue with a random weight; where a simple eigenvalue has converged,
+    its weight is known to be one, and this is used instead.
+
+    Args:
+        product: multiplies the positive semi-definite operator with a vector (N,).
+        size: N.
+        num_steps: number k of steps; at most N are made.
+        dtype: type of the vectors.
+        device: device of the vectors.
+        seed: seed of the first vector.
+
+    Returns:
+        θ in ascending order and w, (k,) each, in double precision on the CPU.
+    """
+    _, values, mixing, last = _tridiagonalize(product, size, num_steps, dtype, device, seed)
+    weights = size * mixing[0].square()
+    converged = (last * mixing[-1]).abs() <= _CONVERGED * values
+    simple = converged & (weights < _SIMPLE)
+    return values, torch.where(simple, torch.ones_like(weights), weights)
+
+
+def _tridiagonalize(
+    product: Callable[[Tensor], Tensor],
+    size: int,
+    num_steps: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Run the iteration.
+
+    Returns:
+        The orthonormal basis (k, N), the eigenvalues (k,) and eigenvectors (k, k) of the operator
+        in it, both in double precision on the CPU, and the norm of the last remainder.
+    """
     num_steps = min(num_steps, size)
     generator = torch.Generator().manual_seed(seed)
     vector = torch.randn(size, dtype=dtype, generator=generator).to(device)
@@ -55,6 +113,4 @@ def lanczos(
     off = torch.tensor(beside[: count - 1], dtype=torch.float64)
     projected += torch.diag(off, 1) + torch.diag(off, -1)
     values, mixing = torch.linalg.eigh(projected)
-    residuals = (beside[-1] * mixing[-1]).abs()
-    vectors = basis[:count].T @ mixing.to(basis)
-    return values.to(device), vectors, residuals.to(device)
+    return basis[:count], values, mixing, beside[-1]

@@ -168,11 +168,10 @@ class _Run:
             found = compress(
                 self._matrix,
                 max_storage=self._storage,
-                positive_definite=True,
                 damping=self._damping,
                 seed=self._seed,
             )
-        leaves = f"leaves of {found.record.leaf_size}" if found.tree.num_kept else "no tree"
+        leaves = f"leaves of {found.record.leaf_size}" if found.tree.has_clusters else "a diagonal"
         return found, f"global rank {found.global_rank}, {leaves}"
 
     def low_rank(self) -> tuple[LowRank, str]:

@@ -130,7 +130,7 @@ def _smaller(comparison: Comparison, details: ComparisonDetails, share: float) -
     rank = int(share * matrix.global_rank)
     # A tolerance of 1 asks the tree for nothing, so that the global part is all there is.
     options: dict[str, Any] = {"tolerance": 1.0}
-    if matrix.tree.num_kept:
+    if matrix.tree.has_clusters:
         options = {
             "max_storage": share * comparison.storage,
             "leaf_size": matrix.record.leaf_size,
@@ -141,19 +141,17 @@ def _smaller(comparison: Comparison, details: ComparisonDetails, share: float) -
     return compress(
         details.matrix,
         global_rank=rank,
-        positive_definite=True,
-        damping=comparison.damping,
         seed=details.seed,
         **options,
     )
 
 
 def _tree(details: ComparisonDetails) -> HMatrix | None:
-    if details.compressed.tree.num_kept:
+    if details.compressed.tree.has_clusters:
         return details.compressed
     tolerance = max(_TREE_TOLERANCE, details.compressed.estimated_error)
     result = compress(details.matrix, tolerance=tolerance, global_rank=0, seed=details.seed)
-    return result if result.tree.num_kept else None
+    return result if result.tree.has_clusters else None
 
 
 def _spectrum(operator: SymmetricOperator) -> Spectrum:

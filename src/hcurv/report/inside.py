@@ -45,10 +45,10 @@ def structure(matrix: HMatrix, tree: HMatrix | None) -> Html:
 
 def _in_short(matrix: HMatrix) -> str:
     tree, shared = matrix.tree, f"a global part of rank {matrix.global_rank}"
-    if not tree.num_kept:
+    if not tree.has_clusters:
         return (
-            f"{shared} and nothing else, because no tree was worth its storage at this budget. So"
-            " it is a low-rank matrix itself"
+            f"{shared} and the diagonal of what it leaves, because no tree was worth its storage at"
+            " this budget. So it is nearly a low-rank matrix itself"
         )
     if tree.depth:
         own = (

@@ -63,7 +63,10 @@ def compress(
     ] = "auto",
     damping: Annotated[
         float | None,
-        typer.Option(help="Make the result positive definite with this damping, to be solved."),
+        typer.Option(
+            help="Compress for solves with this damping: the tolerance is then the error of the"
+            " inverse."
+        ),
     ] = None,
     seed: options.Seed = 0,
     progress: options.Progress = None,
@@ -107,7 +110,6 @@ def compress(
         global_rank=rank,
         max_storage=max_storage,
         ordering=ordering,
-        positive_definite=damping is not None,
         damping=damping,
         seed=seed,
         progress=bars,

@@ -77,7 +77,6 @@ def measure(settings: Settings, data: str | None) -> Values:
             GaussNewton(model, loss, points),
             accuracy="low",
             global_rank=0,
-            positive_definite=True,
             damping=damping,
         )
 

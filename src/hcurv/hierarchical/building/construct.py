@@ -1,14 +1,17 @@
-"""From a plan to a matrix: build the tree, repair definiteness, estimate the error."""
+"""From a plan to a matrix: build the tree, estimate its errors, repair definiteness."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from hcurv.hierarchical.building.assembly import leaf_blocks
 from hcurv.hierarchical.building.build import Builder, BuiltBlocks
+from hcurv.hierarchical.building.damped_error import estimate_damped_error
 from hcurv.hierarchical.building.error_budget import ErrorBudget
 from hcurv.hierarchical.building.neighbor_columns import NeighborSampler
 from hcurv.hierarchical.building.phases import Phases
@@ -16,6 +19,7 @@ from hcurv.hierarchical.building.sampler import Sampler
 from hcurv.hierarchical.building.sketch import RandomProducts, SketchSampler
 from hcurv.hierarchical.matrix.hmatrix import BuildRecord, HMatrix, completed
 from hcurv.hierarchical.parts.global_part import GlobalPart
+from hcurv.hierarchical.parts.levels import Level
 from hcurv.hierarchical.parts.plan import Plan
 from hcurv.hierarchical.solving.definite import make_definite
 from hcurv.hierarchical.tree.block_pattern import BlockPattern, SiblingPattern
@@ -31,6 +35,9 @@ __all__ = [
     "construct",
 ]
 
+# The probes of the damped error have a seed of their own, so that nothing was built from them.
+_PROBE_SEED = 7919
+
 
 @dataclass(frozen=True)
 class BuildStart:
@@ -38,12 +45,14 @@ class BuildStart:
 
     Attributes:
         plan: what was chosen; None if nothing was left open.
-        tree: clusters of the rows; without any rows if there shall be no tree.
+        tree: clusters of the rows; without any rows if there shall be no tree, and without clusters
+            if only a diagonal shall be stored.
         leaf_size: largest leaf that was asked for or chosen; 0 without a tree.
         global_part: VVᵀ, or None.
         sketch: random vectors and their products with what the global part leaves, in the order
             of the tree, as `random_products` gives them; None if there are none.
         share: norm of what the global part leaves, over that of the matrix.
+        norm: ‖H‖_F as far as it is known from products, or None.
     """
 
     plan: Plan | None
@@ -52,6 +61,7 @@ class BuildStart:
     global_part: GlobalPart | None = None
     sketch: tuple[Tensor, Tensor] | None = None
     share: float = 1.0
+    norm: float | None = None
 
 
 class MatrixStructure(Protocol):
@@ -84,7 +94,8 @@ class BuildSettings:
         structure: which blocks to store.
         max_rank: rank cap, or None.
         distance: distance of nearest neighbours, for samples from entries alone.
-        damping: A + damping·I has to be positive definite; None if it need not be.
+        damping: λ that the matrix is compressed for, or None.
+        damped_tolerance: relative error of (A + λI)⁻¹ that is asked for, or None.
         seed: seed of everything random.
     """
 
@@ -92,6 +103,7 @@ class BuildSettings:
     max_rank: int | None
     distance: Distance
     damping: float | None
+    damped_tolerance: float | None
     seed: int
 
 
@@ -101,11 +113,15 @@ class Construction(NamedTuple):
     Attributes:
         matrix: the matrix.
         error_before_repair: its estimated error before it was made positive definite; None if it
-            did not have to be changed for that.
+            was not changed for that.
+        measured: the same matrix with its damped error estimated, for the damping λ of the build.
+        repaired: a matrix near it with A + λI positive definite, and its damped error estimated.
     """
 
     matrix: HMatrix
     error_before_repair: float | None
+    measured: Callable[[], Construction]
+    repaired: Callable[[], Construction]
 
 
 def construct(
@@ -140,39 +156,69 @@ def construct(
             sampler = NeighborSampler(
                 rest, tree, rest.diagonal(), settings.distance, pattern, settings.seed
             )
-    matrix = settings.structure.assemble(tree, builder.build(sampler), rest.dtype)
+    is_diagonal = tree.num_kept > 0 and not tree.has_clusters
+    blocks = _diagonal_blocks(rest, tree) if is_diagonal else builder.build(sampler)
+    matrix = settings.structure.assemble(tree, blocks, rest.dtype)
     has_tree = tree.num_kept > 0 or start.global_part is None
 
-    def estimate_error(matrix: HMatrix) -> float:
-        if not has_tree:
-            return start.share
+    def with_record(own: HMatrix, before: float | None) -> Construction:
         phases.describe("estimating the error")
-        with phases.timed("error estimate"):
-            return _estimate_error(matrix, sampler, start.global_part)
+        error = start.share
+        if has_tree:
+            with phases.timed("error estimate"):
+                error = _estimate_error(own, sampler, start.global_part)
+        record = BuildRecord(
+            method="neighbors" if products is None else "sketch",
+            tolerance=tolerance,
+            leaf_size=start.leaf_size,
+            max_rank=max_rank,
+            seed=settings.seed,
+            num_columns=sampler.num_columns,
+            num_capped=builder.num_capped,
+            estimated_error=error,
+            norm=sampler.norm if start.norm is None else start.norm,
+            damping=settings.damping,
+            damped_tolerance=settings.damped_tolerance,
+            plan=start.plan,
+            seconds=dict(phases.seconds),
+        )
+        return finished(own, record, before)
 
-    before = None
-    if settings.damping is not None:
-        phases.describe("making the matrix positive definite")
-        with phases.timed("definiteness"):
-            repaired = make_definite(matrix, settings.damping)
-        if repaired is not matrix:
-            before = estimate_error(matrix)
-            matrix = repaired
-    error = estimate_error(matrix)
-    record = BuildRecord(
-        method="neighbors" if products is None else "sketch",
-        tolerance=tolerance,
-        leaf_size=start.leaf_size,
-        max_rank=max_rank,
-        seed=settings.seed,
-        num_columns=sampler.num_columns,
-        num_capped=builder.num_capped,
-        estimated_error=error,
-        damping=settings.damping,
-        plan=start.plan,
-        seconds=dict(phases.seconds),
-    )
-    return Construction(completed(matrix, record, start.global_part), before)
+    def finished(own: HMatrix, record: BuildRecord, before: float | None) -> Construction:
+        whole = completed(own, record, start.global_part)
+
+        def measured() -> Construction:
+            assert settings.damping is not None
+            phases.describe("estimating the damped error")
+            with phases.timed("damped error"):
+                damped = estimate_damped_error(
+                    whole, rest, sampler, settings.damping, settings.seed + _PROBE_SEED
+                )
+            found = replace(record, damped_error=damped, seconds=dict(phases.seconds))
+            return finished(own, found, before)
+
+        def repaired() -> Construction:
+            assert settings.damping is not None
+            phases.describe("making the matrix positive definite")
+            with phases.timed("definiteness"):
+                definite = make_definite(own, settings.damping)
+            if definite is own:
+                return finished(own, record, before)
+            return with_record(definite, record.estimated_error).measured()
+
+        return Construction(whole, before, measured, repaired)
+
+    return with_record(matrix, None)
+
+
+def _diagonal_blocks(rest: EntrySource, tree: ClusterTree) -> BuiltBlocks:
+    """The blocks of a diagonal matrix: leaves of one row, and levels of rank 0."""
+    leaves = leaf_blocks(rest, tree.permutation, tree.bounds(tree.depth))
+    levels: list[Level] = []
+    for depth in range(tree.depth, 0, -1):
+        ranks = torch.zeros(2**depth, dtype=torch.long, device=rest.device)
+        levels.append(Level(ranks, 0 if levels else tree.num_kept, (), ()))
+    return BuiltBlocks(leaves, (), tuple(levels))
 
 
 def _estimate_error(matrix: HMatrix, sampler: Sampler, part: GlobalPart | None) -> float:

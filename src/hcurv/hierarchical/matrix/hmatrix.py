@@ -23,6 +23,7 @@ from hcurv.hierarchical.parts.levels import Coupling, LeafBlocks, Level
 from hcurv.hierarchical.parts.nested_tensors import map_tensors, tensors_of
 from hcurv.hierarchical.parts.plan import Plan
 from hcurv.hierarchical.solving.factorization import Factorization, factorize
+from hcurv.hierarchical.solving.trust import warn_of_roughness
 from hcurv.hierarchical.tree.cluster_tree import ClusterTree
 from hcurv.indexing import Index, Indices, resolve_indices, resolve_pairs
 from hcurv.layout import ParameterLayout
@@ -123,11 +124,38 @@ class HMatrix(EntryOperator):
 
     @property
     def estimated_error(self) -> float:
-        """Relative error in the Frobenius norm.
-
-        The build estimated it, from random vectors that it did not use otherwise.
-        """
+        """Relative error in the Frobenius norm, estimated on vectors that the build did not use."""
         return self.record.estimated_error
+
+    @property
+    def damped_error(self) -> float | None:
+        """The root mean square of ‖E z‖/‖z‖ over normal z; None if compressed without a damping.
+
+        E = Gᵀ (H − A) G with A + λI = (G Gᵀ)⁻¹: a solve is wrong by E. It is an estimate from
+        probes that the build did not use.
+
+        Examples:
+            >>> A = hcurv.compress(H, damping=0.1)
+            >>> A.damped_error < 0.05, A.variance_error < 0.02
+            (True, True)
+        """
+        found = self.record.damped_error
+        return None if found is None else found.rms
+
+    @property
+    def variance_error(self) -> float | None:
+        """Relative error of variances jᵀ (A + λI)⁻¹ j; None if compressed without a damping.
+
+        The j are random rows of a root of H (H = Σ j jᵀ), such as an output's Jacobian. If
+        `compress` is given a damping λ, its tolerance is for this error. It is an estimate.
+
+        Examples:
+            >>> A = hcurv.compress(H, damping=0.1, tolerance=1e-3)
+            >>> A.variance_error < 2e-3
+            True
+        """
+        found = self.record.damped_error
+        return None if found is None else found.variance
 
     @property
     def plan(self) -> Plan | None:
@@ -225,7 +253,9 @@ class HMatrix(EntryOperator):
         """Entries of what the tree stores, without the global part."""
         return elements.pairs(self, rows, cols)
 
-    def factorize(self, damping: DampingLike = 0.0, *, definite: bool = True) -> Factorization:
+    def factorize(
+        self, damping: DampingLike = 0.0, *, definite: bool = True, warn: bool = True
+    ) -> Factorization:
         """Factorize A + D, for solving, log-determinants, samples and variances.
 
         Args:
@@ -235,11 +265,15 @@ class HMatrix(EntryOperator):
             definite: whether A + D has to be positive definite. With False it may have negative
                 eigenvalues, which are counted, but factorizing takes several times as long. To find
                 eigenvalues near s, a damping of −s is needed.
+            warn: whether to warn if the matrix is too rough, which a preconditioner may be.
 
         Raises:
             NotPositiveDefiniteError: A + D is not positive definite. Its ``smallest_damping`` is a
                 number that works.
             InsufficientMemoryError: the factors would not fit into free memory.
+
+        Warns:
+            AccuracyWarning: it was not compressed for this damping, and its error is far above it.
 
         Examples:
             >>> F = A.factorize(damping=1e-2)
@@ -253,7 +287,10 @@ class HMatrix(EntryOperator):
         """
         resolved = as_damping(damping, self.shape[0], self.layout)
         with torch.no_grad():
-            return factorize(self, resolved, definite)
+            factors = factorize(self, resolved, definite)
+            if warn and definite and self._record is not None:
+                warn_of_roughness(self, self._record, factors, resolved, stacklevel=3)
+            return factors
 
     def to(self, device: DeviceLike = None, dtype: torch.dtype | None = None) -> HMatrix:
         """Return this matrix on another device or in another precision.

@@ -33,14 +33,15 @@ def plot_matrix(matrix: HMatrix, max_levels: int) -> Figure:
         raise ImportError("plots need matplotlib: pip install 'hcurv[plots]'") from error
     figure = Figure(figsize=(11, 5), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.1))
-    if matrix.tree.num_kept:
+    if matrix.tree.has_clusters:
         draw_structure(figure, left, matrix, max_levels)
         draw_ranks(right, matrix)
         form = f"global rank {matrix.global_rank}, ordering {matrix.tree.ordering}"
     else:
         draw_spectrum(left, matrix)
         draw_diagonal(right, matrix)
-        form = f"a global part of rank {matrix.global_rank} and no tree"
+        rest = "a diagonal" if matrix.tree.num_kept else "no tree"
+        form = f"a global part of rank {matrix.global_rank} and {rest}"
     figure.suptitle(
         f"N = {matrix.shape[0]}, {matrix.compression_rate:.3%} of N² stored,"
         f" estimated error {matrix.estimated_error:.1e}, {form}"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hcurv.factorized import Damping
-from hcurv.hierarchical.matrix.build_record import BuildRecord
+from hcurv.hierarchical.matrix.build_record import BuildRecord, DampedError
 from hcurv.hierarchical.matrix.file_format import (
     FLOAT_TYPES,
     FileFormatError,
@@ -175,8 +175,12 @@ def read_layout(description: Mapping[str, Any]) -> ParameterLayout | None:
 
 
 def _make_record(values: Mapping[str, Any]) -> BuildRecord:
-    plan = values.get("plan")
-    return BuildRecord(**{**values, "plan": None if plan is None else Plan.from_dict(plan)})
+    plan, damped = values.get("plan"), values.get("damped_error")
+    parts = {
+        "plan": None if plan is None else Plan.from_dict(plan),
+        "damped_error": None if damped is None else DampedError(**damped),
+    }
+    return BuildRecord(**{**values, **parts})
 
 
 def make_factorization(

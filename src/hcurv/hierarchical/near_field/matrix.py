@@ -125,7 +125,7 @@ class NearFieldMatrix(HMatrix):
             NearFieldWarning,
             stacklevel=2,
         )
-        return plain.factorize(damping, **options)
+        return plain.factorize(damping, **{"warn": False, **options})
 
     def without_near_field(self) -> HMatrix:
         """This matrix with its tree and near field compressed to HSS form, as accurately."""
@@ -147,7 +147,7 @@ class NearFieldMatrix(HMatrix):
             seed=seed,
         )
         products = RandomProducts(rest, start.tree.permutation, seed + 1, start.sketch)
-        settings = BuildSettings(HSSStructure(), None, "angle", None, seed)
+        settings = BuildSettings(HSSStructure(), None, "angle", None, None, seed)
         plain = construct(rest, start, products, tolerance, settings, Phases()).matrix
         return completed(plain, plain.record, self.global_part).with_layout(self.layout)
 

@@ -27,7 +27,10 @@ def group_by_shape(num_rows: Tensor, num_cols: Tensor) -> list[Tensor]:
         The positions of the members of each group, ascending. Matrices without entries are in a
         group of their own.
     """
-    shapes, members = torch.unique(torch.stack([num_rows, num_cols], 1), dim=0, return_inverse=True)
+    # One number for each shape, in the same order: torch finds unique numbers far faster than rows.
+    base = int(num_cols.max()) + 1 if num_cols.numel() else 1
+    codes, members = torch.unique(num_rows * base + num_cols, return_inverse=True)
+    shapes = torch.stack([codes // base, codes % base], 1)
     counts = members.bincount(minlength=shapes.shape[0])
     entries = counts * shapes.prod(1)
     empty = shapes.prod(1) == 0

@@ -69,6 +69,7 @@ def prepare(
     ordering: str | Tensor,
     global_rank: int | None,
     max_floats: int | None = None,
+    keep_diagonal: bool = False,
     seed: int = 0,
     orders: Mapping[str, Tensor] | None = None,
     phases: Phases | None = None,
@@ -85,6 +86,8 @@ def prepare(
         global_rank: number of columns of the global part, or None to choose.
         max_floats: largest number of floats to store. The tolerance is then the smallest that this
             allows, and not below the one given.
+        keep_diagonal: whether a global part never stands alone, but together with at least the
+            diagonal of what it leaves.
         seed: seed of everything random.
         orders: orders of the rows by name; None to ask the source for them.
         phases: where to count the time and show progress.
@@ -108,7 +111,7 @@ def prepare(
             orders=orders,
         )
         trees[tree.ordering] = tree
-    planner = _Planner(source, trees, leaf_sizes, seed, phases)
+    planner = _Planner(source, trees, leaf_sizes, keep_diagonal, seed, phases)
     return planner.run(tolerance, global_rank, max_floats)
 
 
@@ -119,6 +122,7 @@ class _Planner:
         source: the matrix.
         trees: one for each ordering, as deep as the smallest leaves ask for.
         leaf_sizes: sizes to choose from, ascending.
+        keep_diagonal: whether a global part never stands alone.
         seed: seed of everything random.
         phases: where to count the time and show progress.
     """
@@ -128,10 +132,11 @@ class _Planner:
         source: EntrySource,
         trees: Mapping[str, ClusterTree],
         leaf_sizes: Sequence[int],
+        keep_diagonal: bool,
         seed: int,
         phases: Phases,
     ) -> None:
-        self._source, self._trees = source, dict(trees)
+        self._source, self._trees, self._keep_diagonal = source, dict(trees), keep_diagonal
         self._leaf_sizes, self._phases = leaf_sizes, phases
         rows = next(iter(trees.values())).permutation
         self._known = SampledMatrix(source, rows, seed, phases)
@@ -196,13 +201,13 @@ class _Planner:
             step = tolerance_step(candidates[0].floats, max_floats)
             tolerance = min(max(tolerance * step, least), 1.0)
         best = candidates[0]
-        if rank is None and best.leaf_size == 0 and tolerance > least:
+        if rank is None and best.ordering == "none" and tolerance > least:
             # A global part alone may as well use all of the storage.
-            rank = max_floats // self._num_rows
+            rank = max(0, max_floats - self._alone(0).floats) // self._num_rows
             if rank > best.global_rank:
                 self._make_factor(min(math.ceil(_USABLE * rank), self._max_width))
             rank = min(rank, self._known.factor.shape[1])
-            candidates[0] = replace(best, global_rank=rank, floats=rank * self._num_rows)
+            candidates[0] = self._alone(rank)
             tolerance = self._known.residual(rank)
         return candidates, tolerance
 
@@ -222,8 +227,8 @@ class _Planner:
             rank = self._known.factor.shape[1]
             if rank < _FULL * width:
                 rank = int(self._known.rank_for(_ROUNDING * self._known.residual(rank), rank))
-                alone = Candidate(rank, 0, "none", rank * self._num_rows)
-                return sorted([*candidates, alone], key=lambda candidate: candidate.floats)
+                options = [*candidates, self._alone(rank)]
+                return sorted(options, key=lambda candidate: candidate.floats)
             if width == min(useful, self._max_width):
                 return candidates
             width *= 2
@@ -289,9 +294,9 @@ class _Planner:
 
     def _best_leaves(self, name: str, rank: int, tolerance: float) -> tuple[Candidate, bool]:
         """The candidate with the best leaf size, and whether the sample had columns enough."""
-        shared = rank * self._num_rows
         if self._known.residual(rank) <= _SAFETY * tolerance:
-            return Candidate(rank, 0, "none", shared), True
+            return self._alone(rank), True
+        shared = rank * self._num_rows
         profile = self._trial(name, rank, tolerance)
         best: Candidate | None = None
         for leaf_size in self._leaf_sizes:
@@ -301,6 +306,13 @@ class _Planner:
                 best = Candidate(rank, leaf_size, name, floats)
         assert best is not None
         return best, profile.certain
+
+    def _alone(self, rank: int) -> Candidate:
+        """A global part without a tree, or with the diagonal of what it leaves."""
+        shared = rank * self._num_rows
+        if not self._keep_diagonal:
+            return Candidate(rank, 0, "none", shared)
+        return Candidate(rank, 1, "none", shared + 2 ** depth_for(self._num_rows, 1))
 
     def _trial(self, name: str, rank: int, tolerance: float) -> RankProfile:
         """The ranks in a few subtrees of an ordering, beside a global part."""
@@ -348,9 +360,12 @@ class _Planner:
             rows, order = known.rows.sort()
             part = GlobalPart(rows, factor[order])
         share = known.residual(chosen.global_rank)
-        if chosen.leaf_size == 0:
-            empty = ClusterTree(self._source.shape[0], known.rows[:0], 0, "none")
-            return BuildStart(plan, empty, 0, part, None, share)
+        norm = known.norm / math.sqrt(known.num_columns)
+        if chosen.ordering == "none":
+            # Leaves of one row and levels of rank 0 are a diagonal.
+            rows = known.rows.sort().values if chosen.leaf_size else known.rows[:0]
+            tree = ClusterTree(self._source.shape[0], rows, depth_for(rows.numel(), 1), "none")
+            return BuildStart(plan, tree, chosen.leaf_size, part, None, share, norm)
         tree = self._trees[chosen.ordering]
         scores = {}
         if plan is not None and len(self._trees) > 1:
@@ -369,4 +384,4 @@ class _Planner:
         places = self._places[tree.permutation]
         places = torch.cat([places, places.new_full((1,), self._num_rows)])
         sketch = (inputs.index_select(0, places), outputs.index_select(0, places))
-        return BuildStart(plan, tree, chosen.leaf_size, part, sketch, share)
+        return BuildStart(plan, tree, chosen.leaf_size, part, sketch, share, norm)

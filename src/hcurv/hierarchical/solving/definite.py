@@ -113,7 +113,7 @@ def indefinite_error(matrix: HMatrix, damping: Damping, definite: bool) -> NotPo
         reason = f"{name} is singular up to rounding in {matrix.dtype}"
     return NotPositiveDefiniteError(
         f"A + D is not positive definite for {given}: {reason}. Use damping={smallest:.2e} or more,"
-        " or compress with positive_definite=True, damping=… (positive)",
+        " or compress for the damping that you need, compress(H, damping=…)",
         damping.value,
         smallest,
     )
@@ -248,7 +248,7 @@ def _lowest_pairs(matrix: HMatrix, damping: float, seed: int = 0) -> tuple[Tenso
         damping: a damping that works.
         seed: seed of the first vector.
     """
-    factorization = matrix.factorize(damping)
+    factorization = matrix.factorize(damping, warn=False)
     found, vectors, residuals = lanczos(
         factorization.__matmul__, matrix.shape[0], _STEPS, matrix.dtype, matrix.device, seed
     )

@@ -25,7 +25,7 @@ from hcurv.sources import as_operator
 if TYPE_CHECKING:
     from hcurv.hierarchical.matrix.hmatrix import HMatrix
 
-__all__ = ["Factorization", "factorize"]
+__all__ = ["Factorization", "factorize", "try_factorize"]
 
 
 class Factorization(Factorized):
@@ -188,7 +188,7 @@ class Factorization(Factorized):
             definite: whether A + D is known to be positive definite.
 
         Examples:
-            >>> tree = A.hierarchical_part.factorize(1e-2)
+            >>> tree = A.hierarchical_part.factorize(1e-2, warn=False)
             >>> F = tree if A.global_part is None else tree.with_global_part(A.global_part, True)
             >>> torch.allclose(F.solve(b), A.factorize(1e-2).solve(b))
             True
@@ -293,14 +293,22 @@ def factorize(matrix: HMatrix, damping: Damping, definite: bool) -> Factorizatio
         NotPositiveDefiniteError: it is not.
         ValueError: A has entries that are not finite.
     """
+    result = try_factorize(matrix, damping, definite)
+    if result is None:
+        raise indefinite_error(matrix, damping, definite)
+    return result
+
+
+def try_factorize(matrix: HMatrix, damping: Damping, definite: bool = True) -> Factorization | None:
+    """Factorize A + D as `factorize` does; None if that is not possible."""
     _check_finite(matrix)
     zero_rows = damping.rows(matrix.tree.zero_rows)
+    if bool((zero_rows <= 0).any() if definite else (zero_rows == 0).any()):
+        return None
     try:
-        if bool((zero_rows <= 0).any() if definite else (zero_rows == 0).any()):
-            raise IndefiniteError
         factors = factorize_levels(matrix, damping.value, definite)
     except IndefiniteError:
-        raise indefinite_error(matrix, damping, definite) from None
+        return None
     result = Factorization(
         matrix.tree,
         factors.levels,

@@ -73,6 +73,15 @@ class ClusterTree:
         return self.permutation.numel()
 
     @property
+    def has_clusters(self) -> bool:
+        """Whether blocks between rows are stored.
+
+        Not so beside a global part that stands alone, or together with a diagonal: its ordering is
+        then "none".
+        """
+        return self.num_kept > 0 and self.ordering != "none"
+
+    @property
     def zero_rows(self) -> Tensor:
         """Rows of zeros, which are not in the tree, (N - M,), ascending."""
         absent = torch.ones(self.size, dtype=torch.bool, device=self.permutation.device)

@@ -1,0 +1,109 @@
+"""Build until a matrix fits into a number of floats, and makes use of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from hcurv.hierarchical.building.construct import Construction
+from hcurv.hierarchical.parts.plan import tolerance_step
+
+__all__ = ["fit_storage", "max_floats"]
+
+# With max_storage, at most so many builds try to make better use of the storage, ...
+_MAX_IMPROVEMENTS = 2
+# ... and at most so many builds are made until one fits.
+_MAX_BUILDS = 12
+# Another build aims at this share of max_storage, because its size is known to a few per cent only.
+_AIM = 0.94
+# A build that uses this share of max_storage is good enough.
+_WELL_USED = 0.85
+# A tolerance within this factor of the smallest one is not worth another build.
+_CLOSE = 1.1
+
+
+def max_floats(
+    size: int, num_rows: int, max_storage: float, global_rank: int | None, num_diagonal: int
+) -> int:
+    """The number of floats that may be stored; refused if nothing can be that small.
+
+    Args:
+        size: N.
+        num_rows: number of rows that are not zero.
+        max_storage: largest number of floats over N².
+        global_rank: number of columns of the global part; None to choose.
+        num_diagonal: floats of a diagonal that has to be stored, too.
+    """
+    allowed = int(max_storage * size**2)
+    rank = global_rank or (0 if num_diagonal else 1)
+    least = rank * num_rows + num_diagonal
+    if least <= allowed:
+        return allowed
+    smallest = _share_for(least, size)
+    if global_rank:
+        fitting = max(0, allowed - num_diagonal) // num_rows
+        raise ValueError(
+            f"global_rank={rank} takes {least} floats, more than the {allowed} of N²"
+            f" = {size**2} that max_storage={max_storage:g} allows. Use global_rank="
+            f"{fitting} or less, or max_storage={smallest:g} or more"
+        )
+    padded = "" if num_diagonal <= num_rows else f", padded to {num_diagonal} of them"
+    raise ValueError(
+        f"max_storage={max_storage:g} allows {allowed} of N² = {size**2} floats, but"
+        f" the smallest compressed matrix has one float for each of {num_rows} nonzero"
+        f" rows{padded}. Use max_storage={smallest:g} or more"
+    )
+
+
+def _share_for(num_floats: int, size: int) -> float:
+    """The smallest ``max_storage`` with three digits that allows so many floats."""
+    share = num_floats / size**2
+    unit = 10.0 ** (math.floor(math.log10(share)) - 2)
+    steps = math.floor(share / unit)
+    while int((rounded := float(f"{steps * unit:.3g}")) * size**2) < num_floats:
+        steps += 1
+    return rounded
+
+
+def fit_storage(
+    first: Construction, allowed: int, least: float, build: Callable[[float], Construction]
+) -> Construction:
+    """Build again until the result fits into what is allowed, and makes use of it.
+
+    Plans are estimates, so that a first build may be too large or needlessly inaccurate.
+
+    Args:
+        first: the first build.
+        allowed: number of floats that are allowed.
+        least: smallest tolerance that is worth a build.
+        build: builds with another tolerance.
+
+    Raises:
+        ValueError: no build was small enough.
+    """
+    result, best, tolerance = first, None, first.matrix.record.tolerance
+    smallest = first.matrix.num_stored
+    for attempt in range(_MAX_BUILDS):
+        stored = result.matrix.num_stored
+        smallest = min(smallest, stored)
+        if stored <= allowed and (best is None or stored > best.matrix.num_stored):
+            best = result
+        is_good = attempt >= _MAX_IMPROVEMENTS or stored >= _WELL_USED * allowed
+        if stored <= allowed and (is_good or tolerance <= _CLOSE * least):
+            break
+        if (best is not None and attempt >= _MAX_IMPROVEMENTS) or tolerance >= 1:
+            break
+        step = tolerance_step(stored, int(_AIM * allowed))
+        if best is None:
+            step = max(step, 1 + attempt / 4)  # small steps may never get there
+        tolerance = min(max(tolerance * step, least), 1.0)
+        result = build(tolerance)
+    if best is None:
+        size = first.matrix.shape[0]
+        raise ValueError(
+            f"max_storage={allowed / size**2:.3g} is too small for these options: the smallest"
+            f" matrix that was built stores {smallest} floats. Use max_storage="
+            f"{_share_for(smallest, size):g} or more, a smaller leaf_size or global_rank, or"
+            ' leave them to be chosen (leaf_size=None, global_rank="auto")'
+        )
+    return best
