@@ -198,7 +198,10 @@ def test_tolerance_zero_finds_the_numerical_rank(dtype: torch.dtype) -> None:
     matrix = hcurv.compress(operator, tolerance=0.0)
     assert matrix.tree.num_kept == 0
     assert matrix.global_rank == 24
-    assert matrix.relative_error(operator) < 20 * torch.finfo(dtype).eps
+    # Sums of N products have rounding errors of about √N units, and how large they come out depends
+    # on where the operands lie in memory.
+    rounding = torch.finfo(dtype).eps * operator.shape[0] ** 0.5
+    assert matrix.relative_error(operator) < 2 * rounding
     tree = hcurv.compress(operator, tolerance=0.0, global_rank=0)
     assert matrix.num_stored < 0.6 * tree.num_stored
     assert matrix.plan is not None

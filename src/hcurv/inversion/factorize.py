@@ -13,7 +13,7 @@ from hcurv.hierarchical.compress import compress
 from hcurv.inversion.dense import DenseFactorization
 from hcurv.inversion.iterative import IterativeFactorization, StandIn
 from hcurv.inversion.leverage import approximate_scores
-from hcurv.inversion.sample_space import SampleSpaceFactorization
+from hcurv.inversion.sample_space import SampleSpaceFactorization, dense_kernel_factorization
 from hcurv.inversion.sketch import GrowingSketch, Spectrum
 from hcurv.inversion.ways import CostModel, InversionPlan, Way, WayName
 from hcurv.memory import require_bytes
@@ -61,9 +61,7 @@ def factorize(
 class _Inversion:
     """The choice of a way, and what is known by then."""
 
-    def __init__(
-        self, matrix: GaussNewton, damping: Damping, tolerance: float, seed: int
-    ) -> None:
+    def __init__(self, matrix: GaussNewton, damping: Damping, tolerance: float, seed: int) -> None:
         self._matrix, self._damping = matrix, damping
         self._tolerance, self._seed = tolerance, seed
         diagonal = matrix.diagonal()
@@ -175,8 +173,14 @@ class _Inversion:
             kernel = exact.kernel(self._damping)
             one = Damping(torch.ones((), dtype=torch.float64))
             finer = self._tolerance / (1 + self._spectrum().largest) ** 0.5
+            affordable = any(other.name == "samples" for other in self._affordable(way, ways))
             inner = IterativeFactorization(
-                kernel, self._compressed(kernel, one), one, finer, self._dtype
+                kernel,
+                self._compressed(kernel, one),
+                one,
+                finer,
+                self._dtype,
+                (lambda: dense_kernel_factorization(kernel)) if affordable else None,
             )
             return SampleSpaceFactorization(exact, inner, self._damping, dtype)
         if way.name == "compressed":
@@ -189,26 +193,31 @@ class _Inversion:
             exact, stand_in, self._damping, self._tolerance, dtype, self._fallback(way, ways)
         )
 
+    def _affordable(self, way: Way, ways: list[Way]) -> list[Way]:
+        """The exact ways that may be gone for a log-determinant alone, the fastest first."""
+        allowed = max(_LOGDET_SECONDS, _LOGDET_PATIENCE * way.seconds)
+        return [
+            other
+            for other in ways
+            if other.name in _EXACT and other.fits and other.seconds <= allowed
+        ]
+
     def _fallback(self, way: Way, ways: list[Way]) -> Callable[[], Factorized] | None:
         """Makes an exact factorization for log-determinants, if that does not take too long."""
-        allowed = max(_LOGDET_SECONDS, _LOGDET_PATIENCE * way.seconds)
-        for other in ways:
-            if other.name in _EXACT and other.fits and other.seconds <= allowed:
-                return lambda other=other: self._go(other, ways)  # type: ignore[misc]
+        for other in self._affordable(way, ways):
+            return lambda other=other: self._go(other, ways)  # type: ignore[misc]
         return None
 
     def _compressed(self, matrix: SymmetricOperator, damping: Damping) -> StandIn:
         """A hierarchical matrix in place of H, or of its kernel."""
         values = damping.diagonal(matrix.shape[0], matrix.device)
-        built = compress(
-            matrix, damping=float(values.min()), tolerance=_ROUGH, seed=self._seed
-        )
+        built = compress(matrix, damping=float(values.min()), tolerance=_ROUGH, seed=self._seed)
 
         def product(columns: Tensor) -> Tensor:
             return torch.addcmul(built @ columns, columns, values[:, None].to(columns.dtype))
 
         name = f"compressed, {built.num_stored / built.shape[0]:.0f} floats a row"
-        return StandIn(name, product, built.factorize(damping))
+        return StandIn(name, product, built.factorize(damping, warn=False))
 
     def _subset(self, num_points: int) -> StandIn:
         """Some points in place of all, drawn by leverage scores."""

@@ -178,16 +178,17 @@ class IterativeFactorization(Factorized):
         )
 
     @cached_property
-    def _exact(self) -> Factorized | None:
+    def exact(self) -> Factorized | None:
+        """The exact factorization, made when it is first asked for; None if there is none."""
         return None if self._make_exact is None else self._make_exact()
 
     def _half_solve(self, rhs: Tensor) -> Tensor:
-        if self._exact is None:
+        if self.exact is None:
             raise NotFactorizableError(
                 "conjugate gradients have no square root G with G Gᵀ = (H + D)⁻¹: use sample() for"
                 ' samples, or method="parameters" or "samples" where they fit into memory'
             )
-        return self._exact._half_solve(rhs)
+        return self.exact._half_solve(rhs)
 
     def sample(self, num: int = 1, generator: torch.Generator | None = None) -> Tensor:
         """Samples from N(0, (H + D)⁻¹), (num, N): perturb the right-hand side, then solve.
@@ -222,8 +223,8 @@ class IterativeFactorization(Factorized):
     @cached_property
     def _logdet_estimate(self) -> tuple[float, float]:
         """The log-determinant and its standard error."""
-        if self._exact is not None:
-            return float(self._exact.logdet().detach()), 0.0
+        if self.exact is not None:
+            return float(self.exact.logdet().detach()), 0.0
         base = float(self._stand_in.factorized.logdet().detach())
         wanted = _LOGDET_SHARE * self._tolerance * self.shape[0]
         corrections = torch.zeros(0, dtype=torch.float64)
@@ -258,8 +259,8 @@ class IterativeFactorization(Factorized):
         return torch.tensor(self._logdet_estimate[0], dtype=torch.float64)
 
     def _inverse_diagonal(self) -> Tensor:
-        if self._exact is not None:
-            return self._exact._inverse_diagonal()
+        if self.exact is not None:
+            return self.exact._inverse_diagonal()
         # The stand-in's diagonal, plus an unbiased estimate of the difference from random signs.
         base = self._stand_in.factorized.inverse_diagonal().double()
         correction = estimate_diagonal(

@@ -26,16 +26,25 @@ from hcurv.factorized import (
 )
 from hcurv.indexing import check_count
 from hcurv.inversion.dense import DenseFactorization
-from hcurv.inversion.iterative import estimate_diagonal
+from hcurv.inversion.iterative import IterativeFactorization, estimate_diagonal
 from hcurv.network.factored_matrix import FactoredMatrix
+from hcurv.network.kernel import TangentKernel
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["SampleSpaceFactorization"]
+__all__ = ["SampleSpaceFactorization", "dense_kernel_factorization"]
 
 # `inverse_diagonal` holds this many floats of columns of S at a time.
 _COLUMN_FLOATS = 2**26
+
+
+def dense_kernel_factorization(kernel: TangentKernel) -> DenseFactorization:
+    """The Cholesky factorization of I + K."""
+    size = kernel.shape[0]
+    rows = torch.arange(size, device=kernel.device)
+    one = Damping(torch.ones((), dtype=torch.float64))
+    return DenseFactorization.of(kernel.to_dense(), rows, one, size, kernel.dtype)
 
 
 class SampleSpaceFactorization(Factorized):
@@ -63,12 +72,7 @@ class SampleSpaceFactorization(Factorized):
         cls, matrix: FactoredMatrix, damping: Damping, dtype: torch.dtype
     ) -> SampleSpaceFactorization:
         """Form the kernel, and factorize it in place."""
-        kernel = matrix.kernel(damping).to_dense()
-        size = kernel.shape[0]
-        rows = torch.arange(size, device=kernel.device)
-        one = Damping(torch.ones((), dtype=torch.float64))
-        inner = DenseFactorization.of(kernel, rows, one, size, matrix.dtype)
-        return cls(matrix, inner, damping, dtype)
+        return cls(matrix, dense_kernel_factorization(matrix.kernel(damping)), damping, dtype)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -96,14 +100,11 @@ class SampleSpaceFactorization(Factorized):
         return self.num_stored * self._matrix.dtype.itemsize
 
     @property
-    def _factor(self) -> Tensor:
-        """L with LLᵀ = I + S D⁻¹ Sᵀ."""
-        if not isinstance(self._inner, DenseFactorization):
-            raise NotFactorizableError(
-                "an iterative inverse in sample space has no square root G with G Gᵀ = (H + D)⁻¹:"
-                ' use sample() for samples, or method="samples" where it fits into memory'
-            )
-        return self._inner.factor
+    def _dense(self) -> DenseFactorization | None:
+        """A dense factorization of I + S D⁻¹ Sᵀ, if there is one to be had."""
+        inner = self._inner
+        found = inner.exact if isinstance(inner, IterativeFactorization) else inner
+        return found if isinstance(found, DenseFactorization) else None
 
     def _undamped(self, columns: Tensor, power: float = 1.0) -> Tensor:
         """D^-power times columns (N, k)."""
@@ -115,12 +116,18 @@ class SampleSpaceFactorization(Factorized):
         return (scaled - self._undamped(self._matrix.root_transposed(solved))).to(rhs.dtype)
 
     def _half_solve(self, rhs: Tensor) -> Tensor:
+        dense = self._dense
+        if dense is None:
+            raise NotFactorizableError(
+                "an iterative inverse in sample space has no square root G with G Gᵀ = (H + D)⁻¹:"
+                ' use sample() for samples, or method="samples" where it fits into memory'
+            )
         columns = rhs.to(self._matrix.dtype)
         samples = self._matrix.root_product(self._undamped(columns, 0.5))
-        shifted = self._factor.clone()
+        shifted = dense.factor.clone()
         shifted.diagonal().add_(1.0)
         mixed = torch.linalg.solve_triangular(shifted, samples, upper=False)
-        mixed = torch.linalg.solve_triangular(self._factor.T, mixed, upper=True)
+        mixed = torch.linalg.solve_triangular(dense.factor.T, mixed, upper=True)
         inner = columns - self._undamped(self._matrix.root_transposed(mixed), 0.5)
         return self._undamped(inner, 0.5).to(rhs.dtype)
 
@@ -142,13 +149,14 @@ class SampleSpaceFactorization(Factorized):
         return (self._inner.logdet().cpu() - self._inverse_damping.log().sum().cpu()).detach()
 
     def _inverse_diagonal(self) -> Tensor:
-        if not isinstance(self._inner, DenseFactorization):
+        dense = self._dense
+        if dense is None:
             return self._estimated_diagonal()
         result = self._inverse_damping.clone()
-        step = max(1, _COLUMN_FLOATS // max(1, self._factor.shape[0]))
+        step = max(1, _COLUMN_FLOATS // max(1, dense.shape[0]))
         for rows in torch.arange(self.shape[0], device=self.device).split(step):
             columns = self._matrix.root_columns(rows)
-            halves = torch.linalg.solve_triangular(self._factor, columns, upper=False)
+            halves = torch.linalg.solve_triangular(dense.factor, columns, upper=False)
             squares = halves.double().square().sum(0)
             result[rows] -= squares * self._inverse_damping[rows].square()
         return result

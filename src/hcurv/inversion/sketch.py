@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -65,7 +66,7 @@ class Spectrum:
             return self.trace / max(self.size, 1)
         return float(self.values[known - 1]) * ((index + 1) / known) ** -self._decay
 
-    @property
+    @cached_property
     def effective_dimension(self) -> float:
         """An estimate of d = Σ μ/(1 + μ)."""
         return sum(
@@ -73,12 +74,12 @@ class Spectrum:
             for index, share in _geometric(self.size)
         )
 
-    @property
+    @cached_property
     def _num_trusted(self) -> int:
         positive = int((self.values > 0).sum())
         return math.ceil(_TAKEN_SHARE * positive) if positive < self.size else positive
 
-    @property
+    @cached_property
     def _decay(self) -> float:
         """The exponent of the power law, by bisection."""
         known = self._num_trusted

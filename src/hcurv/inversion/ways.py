@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, TypeAlias
 
 import torch
@@ -252,7 +253,12 @@ class CostModel:
 
 
 def machine_speed(dtype: torch.dtype, device: torch.device) -> float:
-    """Flops per second of a product of matrices of moderate size."""
+    """Flops per second of a product of matrices of moderate size, measured once per process."""
+    return _measured_speed(dtype, device, torch.get_num_threads())
+
+
+@lru_cache
+def _measured_speed(dtype: torch.dtype, device: torch.device, num_threads: int) -> float:
     trial = torch.ones(_TRIAL_SIZE, _TRIAL_SIZE, dtype=dtype, device=device)
     best = math.inf
     for _ in range(3):

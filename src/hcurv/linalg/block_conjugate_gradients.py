@@ -203,6 +203,7 @@ class _Block:
         relative = lengths / self._safe
         rounding = _ROUNDING * torch.finfo(self._rhs.dtype).eps
         self.errors = torch.where(relative <= rounding, relative, errors)
+
     def _orthonormal(self, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Q and M⁻¹Q with Qᵀ M⁻¹ Q = I, and ζ with Q ζ = columns, in double precision."""
         images = columns.clone() if self._precondition is None else self._precondition(columns)
