@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 __all__ = [
+    "Accuracy",
     "AccuracyWarning",
     "CGResult",
     "ClusterTree",
@@ -22,6 +23,7 @@ __all__ = [
     "Diagonal",
     "EigenResult",
     "EntrySource",
+    "Estimate",
     "Factorization",
     "Factorized",
     "FileFormatError",
@@ -40,6 +42,7 @@ __all__ = [
     "TangentKernel",
     "UnsupportedModelError",
     "baselines",
+    "certify",
     "cg",
     "compare",
     "compress",
@@ -70,6 +73,7 @@ if TYPE_CHECKING:
     )
     from hcurv.hierarchical.tree.cluster_tree import ClusterTree
     from hcurv.hierarchical.tree.neighbors import nearest_neighbors
+    from hcurv.inversion.accuracy import Accuracy, Estimate, certify
     from hcurv.layout import ParameterLayout
     from hcurv.linalg import CGResult, ConvergenceWarning, EigenResult, cg, eigsh
     from hcurv.memory import InsufficientMemoryError
@@ -101,6 +105,7 @@ else:  # hidden from type checkers, which would otherwise accept any name
         ),
         "hierarchical.tree.cluster_tree": ("ClusterTree",),
         "hierarchical.tree.neighbors": ("nearest_neighbors",),
+        "inversion.accuracy": ("Accuracy", "Estimate", "certify"),
         "layout": ("ParameterLayout",),
         "linalg": ("CGResult", "ConvergenceWarning", "EigenResult", "cg", "eigsh"),
         "memory": ("InsufficientMemoryError",),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -195,6 +196,7 @@ class Factorized(SymmetricOperator):
     def __init__(self, damping: Damping) -> None:
         self._damping = damping
         self.plan: Any = None
+        self._measure_accuracy: Callable[[], Any] | None = None
 
     @abstractmethod
     def _logdet(self) -> Tensor:
@@ -216,6 +218,26 @@ class Factorized(SymmetricOperator):
             >>> F.to(dtype=torch.float32).solve(b.float()).dtype
             torch.float32
         """
+
+    @cached_property
+    def accuracy(self) -> Any:
+        """Estimated errors of solves, variances and the log-determinant: an `hcurv.Accuracy`.
+
+        They are measured, when they are first asked for, on probes that the build did not use.
+
+        Raises:
+            NotFactorizableError: the exact matrix is not known here: ask `hcurv.certify`.
+
+        Examples:
+            >>> H.factorize(1e-2).accuracy.solve.value < 1e-2
+            True
+        """
+        if self._measure_accuracy is None:
+            raise NotFactorizableError(
+                "this is a factorization of an approximation, which does not know the exact matrix:"
+                " use hcurv.certify(approximation, matrix, damping)"
+            )
+        return self._measure_accuracy()
 
     @property
     def damping(self) -> float | Tensor:

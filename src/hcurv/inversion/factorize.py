@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import get_args
 
 import torch
 from torch import Tensor
 
-from hcurv.factorized import Damping, DampingLike, Factorized, as_damping
+from hcurv.factorized import AccuracyWarning, Damping, DampingLike, Factorized, as_damping
 from hcurv.hierarchical.compress import compress
+from hcurv.inversion.accuracy import Accuracy, measure_accuracy
 from hcurv.inversion.dense import DenseFactorization
 from hcurv.inversion.iterative import IterativeFactorization, StandIn
 from hcurv.inversion.leverage import approximate_scores
@@ -18,8 +20,8 @@ from hcurv.inversion.sketch import GrowingSketch, Spectrum
 from hcurv.inversion.ways import CostModel, InversionPlan, Way, WayName
 from hcurv.memory import require_bytes
 from hcurv.network.gauss_newton import GaussNewton
+from hcurv.network.kernel import TangentKernel
 from hcurv.network.random_draws import draw_points
-from hcurv.operators import SymmetricOperator
 
 __all__ = ["factorize"]
 
@@ -34,6 +36,8 @@ _LOGDET_SECONDS, _LOGDET_PATIENCE = 20.0, 10.0
 _FIRST_COLUMNS = 32
 # A hierarchical preconditioner needs no more than this damped tolerance.
 _ROUGH = 0.3
+# Accuracies are measured on this many probes.
+_NUM_PROBES = 16
 # The entries of S have relative errors of about this many units of rounding.
 _ROUNDING_UNITS = 10
 
@@ -116,7 +120,23 @@ class _Inversion:
         result.plan = InversionPlan(
             chosen, tuple(ways), self._matrix.shape[0], self._matrix.num_root_rows, spectrum
         )
+        result._measure_accuracy = lambda: self._accuracy(result, spectrum)
         return result
+
+    def _accuracy(self, result: Factorized, spectrum: Spectrum) -> Accuracy:
+        """Measure, and warn if the tolerance was missed."""
+        matrix = self._matrix.in_precision(self._dtype)
+        rounding = float(torch.finfo(self._dtype).eps) * spectrum.largest
+        found = measure_accuracy(matrix, result, rounding, _NUM_PROBES, self._seed)
+        if found.solve.value > self._tolerance:
+            warnings.warn(
+                f"solves have an estimated relative error of {found.solve}, where"
+                f" {self._tolerance:.1e} was asked for. Use a model in float64, or a larger"
+                " damping or tolerance",
+                AccuracyWarning,
+                stacklevel=4,
+            )
+        return found
 
     def _ranks(self) -> list[int]:
         """The width of the sketch, and what it could still grow to."""
@@ -208,7 +228,7 @@ class _Inversion:
             return lambda other=other: self._go(other, ways)  # type: ignore[misc]
         return None
 
-    def _compressed(self, matrix: SymmetricOperator, damping: Damping) -> StandIn:
+    def _compressed(self, matrix: GaussNewton | TangentKernel, damping: Damping) -> StandIn:
         """A hierarchical matrix in place of H, or of its kernel."""
         values = damping.diagonal(matrix.shape[0], matrix.device)
         built = compress(matrix, damping=float(values.min()), tolerance=_ROUGH, seed=self._seed)
@@ -217,7 +237,7 @@ class _Inversion:
             return torch.addcmul(built @ columns, columns, values[:, None].to(columns.dtype))
 
         name = f"compressed, {built.num_stored / built.shape[0]:.0f} floats a row"
-        return StandIn(name, product, built.factorize(damping, warn=False))
+        return StandIn(name, product, built.factorize(damping.tensor.detach(), warn=False))
 
     def _subset(self, num_points: int) -> StandIn:
         """Some points in place of all, drawn by leverage scores."""

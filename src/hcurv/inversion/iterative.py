@@ -145,7 +145,7 @@ class IterativeFactorization(Factorized):
     def iterate(
         self, rhs: Tensor, tolerance: float | None = None, start: Tensor | None = None
     ) -> BlockResult:
-        """Solve for columns (N, k) in the precision that is worked in, with residuals and counts."""
+        """Solve for columns (N, k), in the precision that is worked in."""
         return block_cg(
             self.product,
             rhs,

@@ -64,7 +64,8 @@ class Spectrum:
             return float(self.values[index])
         if known == 0:
             return self.trace / max(self.size, 1)
-        return float(self.values[known - 1]) * ((index + 1) / known) ** -self._decay
+        last = float(self.values[known - 1])
+        return last * math.exp(-self._decay * math.log((index + 1) / known))
 
     @cached_property
     def effective_dimension(self) -> float:
