@@ -148,7 +148,7 @@ class IterativeFactorization(Factorized):
         """Solve for columns (N, k), in the precision that is worked in."""
         return block_cg(
             self.product,
-            rhs,
+            rhs.to(self._matrix.dtype),
             precondition=self._precondition,
             tolerance=self._tolerance if tolerance is None else tolerance,
             max_iterations=_MAX_ITERATIONS,
@@ -162,7 +162,7 @@ class IterativeFactorization(Factorized):
     def _matmat(self, rhs: Tensor) -> Tensor:
         if rhs.shape[1] == 0:
             return torch.zeros_like(rhs)
-        found = self.iterate(rhs.to(self._matrix.dtype))
+        found = self.iterate(rhs)
         if not found.converged:
             self._warn(found)
         return found.solution.to(rhs.dtype)
