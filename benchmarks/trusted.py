@@ -261,8 +261,11 @@ class Bench:
         self, matrix: hcurv.GaussNewton, columns: Tensor, damping: float, seconds: float
     ) -> None:
         cells = []
+        plan = matrix.factorize(damping).plan
         for name in get_args(WayName):
-            if name in self._slow:
+            predicted = next(way for way in plan.ways if way.name == name)
+            if name in self._slow or not predicted.fits or predicted.seconds > 2 * PATIENCE:
+                cells.append(f"{name} - (predicted {predicted.seconds:.0f} s)")
                 continue
             try:
                 taken, factorized = _timed(

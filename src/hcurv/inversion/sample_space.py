@@ -27,6 +27,7 @@ from hcurv.factorized import (
 from hcurv.indexing import check_count
 from hcurv.inversion.dense import DenseFactorization
 from hcurv.inversion.iterative import IterativeFactorization, estimate_diagonal
+from hcurv.memory import require_bytes
 from hcurv.network.factored_matrix import FactoredMatrix
 from hcurv.network.kernel import TangentKernel
 
@@ -44,7 +45,14 @@ def dense_kernel_factorization(kernel: TangentKernel) -> DenseFactorization:
     size = kernel.shape[0]
     rows = torch.arange(size, device=kernel.device)
     one = Damping(torch.ones((), dtype=torch.float64))
-    return DenseFactorization.of(kernel.to_dense(), rows, one, size, kernel.dtype)
+    require_bytes(
+        2 * size**2 * kernel.dtype.itemsize,
+        kernel.device,
+        f"a dense factorization of a kernel of {size} x {size} entries",
+        ("use fewer points", 'use method="iterations"'),
+    )
+    lower = torch.zeros(size, size, dtype=kernel.dtype, device=kernel.device)
+    return DenseFactorization.of(kernel.fill(lower, lower=True), rows, one, size, kernel.dtype)
 
 
 class SampleSpaceFactorization(Factorized):

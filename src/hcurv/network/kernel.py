@@ -210,10 +210,15 @@ class TangentKernel(SymmetricOperator):
         )
         return self.fill(torch.empty(size, size, dtype=self.dtype, device=self.device))
 
-    def fill(self, result: Tensor) -> Tensor:
+    def fill(self, result: Tensor, *, lower: bool = False) -> Tensor:
         """Write the kernel to ``result``, (n·q, n·q), in its precision, and return it.
 
-        Only tiles on and above the diagonal are computed; the others are their transposes.
+        Only tiles on and below the diagonal are computed; the others are their transposes.
+
+        Args:
+            result: what is written to.
+            lower: leave the tiles above the diagonal as they are. A Cholesky factorization does not
+                read them.
 
         Examples:
             >>> H.kernel().fill(torch.empty(60, 60, dtype=torch.float64)).shape
@@ -221,38 +226,46 @@ class TangentKernel(SymmetricOperator):
         """
         n, q = self._factors.num_points, self._num_rows
         step = max(1, _TILE_ROWS // q)
+        # One tile and one product of factors, used again and again: fresh memory costs more than
+        # the arithmetic.
+        space = torch.empty(2, step * q, step * q, dtype=result.dtype, device=self.device)
         with torch.no_grad():
             for top in range(0, n, step):
                 first = slice(top, min(top + step, n))
-                for left in range(top, n, step):
+                for left in range(0, top + 1, step):
                     second = slice(left, min(left + step, n))
                     rows, cols = (slice(s.start * q, s.stop * q) for s in (first, second))
-                    tile = self._tile(first, second, result.dtype)
-                    result[rows, cols] = tile
-                    if left > top:
-                        result[cols, rows] = tile.T
-                    else:
+                    tile = self._tile(first, second, space)
+                    if left == top:
                         # Both halves are the same to the last bit.
                         result[rows, cols] = (tile + tile.T) / 2
+                        continue
+                    result[rows, cols] = tile
+                    if not lower:
+                        result[cols, rows] = tile.T
         return result
 
-    def _tile(self, first: slice, second: slice, dtype: torch.dtype) -> Tensor:
-        """K between all rows of some points and all rows of others."""
+    def _tile(self, first: slice, second: slice, space: Tensor) -> Tensor:
+        """K between all rows of some points and all rows of others, in the first of two spaces."""
         q, count, other = self._num_rows, first.stop - first.start, second.stop - second.start
-        result = torch.zeros(count * q, other * q, dtype=dtype, device=self.device)
+        dtype, used = space.dtype, count * q * other * q
+        result, product = (part.view(-1)[:used].view(count * q, other * q) for part in space)
+        result.zero_()
         for term, rows in zip(self._terms, self._rows, strict=True):
             left = rows[first.start * q : first.stop * q].to(dtype)
             right = rows[second.start * q : second.stop * q].to(dtype)
             above, beside = (term.features[:, points].to(dtype) for points in (first, second))
             if term.shared is not None:
                 inner = (above * term.shared[:, None].to(dtype)).T @ beside
-                _add_product(result, left, right, inner, q)
+                _add_product(result, product, left, right, inner, q)
                 continue
             assert term.by_unit is not None
             for unit, weights in enumerate(term.by_unit.to(dtype)):
                 inner = (above * weights[:, None]).T @ beside
                 if left.ndim == 2:
-                    _add_product(result, left[:, unit, None], right[:, unit, None], inner, q)
+                    _add_product(
+                        result, product, left[:, unit, None], right[:, unit, None], inner, q
+                    )
                 else:
                     own = result.view(count, q, other, q)[:, unit, :, unit]
                     own += inner * torch.outer(left[unit::q], right[unit::q])
@@ -326,16 +339,28 @@ class TangentKernel(SymmetricOperator):
         return result
 
 
-def _add_product(result: Tensor, left: Tensor, right: Tensor, inner: Tensor, q: int) -> None:
+def _add_product(
+    result: Tensor, space: Tensor, left: Tensor, right: Tensor, inner: Tensor, q: int
+) -> None:
     """Add (left · right) ⊙ inner, with ``inner`` by points and the others by rows of points.
 
     Vectors ``left`` and ``right`` are diagonals: rows of the same number alone interact.
+
+    Args:
+        result: what is added to, (b·q, b'·q).
+        space: of the same shape, to be overwritten.
+        left: factors of b·q rows, (b·q, units) or (b·q,).
+        right: factors of b'·q rows.
+        inner: products of the features of b and b' points.
+        q: the number of rows of a point.
     """
     count, other = inner.shape
     if left.ndim == 2:
-        product = left @ right.T
-        product.view(count, q, other, q).mul_(inner[:, None, :, None])
-        result += product
+        torch.mm(left, right.T, out=space)
+        # Repeated along its rows, ``inner`` is read in the order of memory.
+        wide = inner.repeat_interleave(q, 1)[:, None]
+        by_point = result.view(count, q, other * q)
+        torch.addcmul(by_point, space.view(count, q, other * q), wide, out=by_point)
         return
     same = result.view(count, q, other, q).diagonal(dim1=1, dim2=3)  # (b, b', q)
     same += inner[:, :, None] * left.view(count, 1, q) * right.view(1, other, q)
