@@ -20,6 +20,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, get_args
 
 import scipy.stats
@@ -83,7 +84,7 @@ def _timed(run: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - start, result
 
 
-def _columns(task: Task, dtype: torch.dtype, count: int) -> Tensor:
+def output_columns(task: Task, dtype: torch.dtype, count: int) -> Tensor:
     """Jacobians of random outputs at test points, (N, count)."""
     rows = task.output_rows(task.tests, dtype)
     generator = torch.Generator().manual_seed(0)
@@ -126,7 +127,7 @@ def _test_gradients(task: Task, dtype: torch.dtype) -> Tensor:
     return torch.stack(found, 1).detach()
 
 
-def _errors(solved: Tensor, columns: Tensor, expected: Tensor) -> tuple[float, float]:
+def variance_errors(solved: Tensor, columns: Tensor, expected: Tensor) -> tuple[float, float]:
     """Median and 95th percentile of the relative errors of variances."""
     found = (solved.double() * columns.double()).sum(0)
     wrong = (found / (expected * columns.double()).sum(0) - 1).abs()
@@ -145,8 +146,7 @@ class Bench:
     def __init__(self, name: str, task: Task, ways: bool) -> None:
         self._task, self._ways = task, ways
         self._slow: set[str] = set()
-        with torch.random.fork_rng():
-            self._matrices: dict[torch.dtype, hcurv.GaussNewton] = {}
+        self._matrices: dict[torch.dtype, hcurv.GaussNewton] = {}
         matrix = self._matrix(torch.float32)
         values, _, residuals = lanczos(
             matrix.__matmul__, matrix.shape[0], 20, matrix.dtype, matrix.device
@@ -179,7 +179,7 @@ class Bench:
         task, damping = self._task, ratio * self._largest
         dtype = torch.float32 if ratio > SINGLE_RATIO else torch.float64
         matrix = self._matrix(dtype)
-        checked = _columns(task, dtype, NUM_CHECKED)
+        checked = output_columns(task, dtype, NUM_CHECKED)
         columns = checked[:, :NUM_COLUMNS].contiguous()
 
         def default() -> tuple[Any, Tensor]:
@@ -194,7 +194,7 @@ class Bench:
             expected = self._truth.solve(checked, damping)
         else:
             expected = matrix.factorize(damping, tolerance=1e-4).solve(checked).double()
-        median, high = _errors(factorized.solve(checked), checked, expected)
+        median, high = variance_errors(factorized.solve(checked), checked, expected)
         residual = matrix @ solved + damping * solved - columns
         worst = float((residual.norm(dim=0) / columns.norm(dim=0)).max())
         line = f"  {label:17} {str(dtype)[6:]} {chosen:23}{seconds:8.2f} s"
@@ -242,7 +242,7 @@ class Bench:
         rivals: dict[str, Callable[[], Any]] = {"CG": by_cg}
         for rank in RANKS:
             if rank < matrix.shape[0] / 4:
-                rivals[f"Nyström {rank}"] = lambda rank=rank: nystrom(rank)
+                rivals[f"Nyström {rank}"] = partial(nystrom, rank)
         if matrix.shape[0] <= 17_000:
             rivals["Cholesky"] = dense
         cells = []
@@ -253,7 +253,7 @@ class Bench:
             taken, solved = _timed(run)
             if taken > PATIENCE and name != "Cholesky":
                 self._slow.add(name)
-            wrong = _errors(solved, columns, expected)[0]
+            wrong = variance_errors(solved, columns, expected)[0]
             cells.append(f"{name} {taken:.2f} s ({taken / seconds:.2f}, {_percent(wrong)})")
         print("      " + "; ".join(cells), flush=True)
 
@@ -268,9 +268,7 @@ class Bench:
                 cells.append(f"{name} - (predicted {predicted.seconds:.0f} s)")
                 continue
             try:
-                taken, factorized = _timed(
-                    lambda name=name: self._run(matrix, columns, damping, name)
-                )
+                taken, factorized = _timed(partial(self._run, matrix, columns, damping, name))
             except (hcurv.InsufficientMemoryError, ValueError) as error:
                 cells.append(f"{name}: {type(error).__name__}")
                 continue
