@@ -64,12 +64,13 @@ class Truth:
         """(H + λI)⁻¹ times columns."""
         mixed = self._vectors.T @ columns.double()
         change = 1 / (self.values + damping) - 1 / damping
-        return columns.double() / damping + self._vectors @ (change[:, None] * mixed)
+        result: Tensor = columns.double() / damping + self._vectors @ (change[:, None] * mixed)
+        return result
 
     def logdet(self, damping: float) -> float:
         """log|H + λI|."""
         rest = self.size - self.values.numel()
-        return float((self.values + damping).log().sum()) + rest * math.log(damping)
+        return float((self.values + damping).log().sum() + rest * math.log(damping))
 
     def evidence_damping(self, squared_norm: float) -> float:
         """The λ of largest marginal likelihood: of ½(N log λ − log|H + λI| − λ‖θ‖²)."""

@@ -249,7 +249,8 @@ class TangentKernel(SymmetricOperator):
         """K between all rows of some points and all rows of others, in the first of two spaces."""
         q, count, other = self._num_rows, first.stop - first.start, second.stop - second.start
         dtype, used = space.dtype, count * q * other * q
-        result, product = (part.view(-1)[:used].view(count * q, other * q) for part in space)
+        result: Tensor = space[0].view(-1)[:used].view(count * q, other * q)
+        product = space[1].view(-1)[:used].view(count * q, other * q)
         result.zero_()
         for term, rows in zip(self._terms, self._rows, strict=True):
             left = rows[first.start * q : first.stop * q].to(dtype)

@@ -295,10 +295,15 @@ def _linearised_forward(
     num_columns = columns.shape[1]
     if weight is None:
         units = inputs.new_zeros(num_units, inputs.shape[1], num_columns)
-    elif num_columns < _FOLDED_COLUMNS:
+    elif num_columns < FEW_COLUMNS:
         features = inputs[: weight.shape[1]]
         rows = weight.permute(2, 0, 1).reshape(-1, weight.shape[1])
         units = (rows @ features).view(num_columns, num_units, -1).permute(1, 2, 0)
+    elif num_columns < _FOLDED_COLUMNS:
+        # The values of a point lie side by side, as the products with its Jacobian want them.
+        folded = weight.permute(1, 0, 2).reshape(weight.shape[1], -1)
+        units = inputs[: weight.shape[1]].T @ folded
+        units = units.view(-1, num_units, num_columns).transpose(0, 1)
     else:
         units = torch.matmul(inputs[: weight.shape[1]].T, weight)
     return units if bias is None else units.add_(bias[:, None])
@@ -315,11 +320,15 @@ def _accumulate(
     """Add Σ_i values[μ, i, :] x_i[ν] to the layer's rows of ``target``, or write it there."""
     weight, bias = place.read(target, units)
     num_units, _, num_columns = values.shape
-    if weight is not None and num_columns < _FOLDED_COLUMNS:
+    if weight is not None and num_columns < FEW_COLUMNS:
         rows = values.permute(2, 0, 1).reshape(num_columns * num_units, -1)
         added = rows @ inputs[: weight.shape[1]].T
         added = added.view(num_columns, num_units, -1).permute(1, 2, 0)
         _put(weight, added, keep)
+    elif weight is not None and num_columns < _FOLDED_COLUMNS:
+        folded = values.transpose(0, 1).reshape(-1, num_units * num_columns)
+        added = inputs[: weight.shape[1]] @ folded
+        _put(weight, added.view(-1, num_units, num_columns).transpose(0, 1), keep)
     elif weight is not None:
         features = inputs[: weight.shape[1]].expand(num_units, -1, -1)
         weight.baddbmm_(features, values, beta=int(keep))

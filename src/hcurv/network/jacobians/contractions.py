@@ -20,7 +20,7 @@ __all__ = [
 
 # Elementwise passes over the factors beat batched products below this many right-hand sides
 # (timed on one core with factors that do not fit into its cache).
-FEW_COLUMNS = 16
+FEW_COLUMNS = 8
 
 
 def contract(factor: Tensor, columns: Tensor, result: Tensor, sum_floats: int) -> None:
