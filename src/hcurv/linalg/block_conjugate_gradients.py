@@ -38,8 +38,8 @@ _DEPENDENT, _GRADED = 100.0, 1e5
 _ROUNDING = 10.0
 # The recursion loses the true residual by and by. It is started again from the true one so often.
 _MAX_RESTARTS = 20
-# The recursion ends when the residual, in the norm of M⁻¹, has grown by this factor. Ordinary growth
-# is by √κ(M⁻¹P) at most. In the Euclidean norm it can be by √κ(P), however good M is.
+# The recursion ends when the residual, in the norm of M⁻¹, has grown by this factor. Ordinary
+# growth is by √κ(M⁻¹P) at most. In the Euclidean norm it can be by √κ(P), however good M is.
 _GROWTH = 1e3
 # A restart that does not take the residual below this share of what it was is the last.
 _PROGRESS = 0.5
