@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import get_args
 
 import torch
 from torch import Tensor
 
-from hcurv.factorized import AccuracyWarning, Damping, DampingLike, Factorized, as_damping
+from hcurv.factorized import (
+    Damping,
+    DampingLike,
+    Factorized,
+    as_damping,
+    warn_of_accuracy,
+)
 from hcurv.hierarchical.compress import compress
 from hcurv.inversion.accuracy import Accuracy, measure_accuracy
 from hcurv.inversion.dense import DenseFactorization
@@ -129,12 +134,10 @@ class _Inversion:
         rounding = float(torch.finfo(self._dtype).eps) * spectrum.largest
         found = measure_accuracy(matrix, result, rounding, _NUM_PROBES, self._seed)
         if found.solve.value > self._tolerance:
-            warnings.warn(
+            warn_of_accuracy(
                 f"solves have an estimated relative error of {found.solve}, where"
                 f" {self._tolerance:.1e} was asked for. Use a model in float64, or a larger"
-                " damping or tolerance",
-                AccuracyWarning,
-                stacklevel=4,
+                " damping or tolerance"
             )
         return found
 

@@ -38,9 +38,9 @@ _DEPENDENT, _GRADED = 100.0, 1e5
 _ROUNDING = 10.0
 # The recursion loses the true residual by and by. It is started again from the true one so often.
 _MAX_RESTARTS = 20
-# The recursion ends when the residual, in the norm of M⁻¹, has grown by this factor. Ordinary
-# growth is by √κ(M⁻¹P) at most. In the Euclidean norm it can be by √κ(P), however good M is.
-_GROWTH = 1e3
+# The recursion ends when the residual, in the norm of M⁻¹, has grown by eps to this power. Ordinary
+# growth is by √κ(M⁻¹P) at most, and nothing can be solved where κ is more than 1/eps.
+_GROWTH_POWER = -0.5
 # A restart that does not take the residual below this share of what it was is the last.
 _PROGRESS = 0.5
 # The error is estimated by what the last iterations changed, this share of all of them.
@@ -166,6 +166,7 @@ class _Block:
         basis, directions, mixing = self._orthonormal(residual)
         sizes = mixing.norm(dim=0)
         sizes, least = torch.where(sizes > 0, sizes, 1.0), 1.0
+        growth = torch.finfo(residual.dtype).eps ** _GROWTH_POWER
         while self.num_iterations < max_iterations and mixing.shape[0]:
             image = self._product(directions)
             curvature = double_gram(directions, image)
@@ -184,7 +185,7 @@ class _Block:
             lengths = (mixing * (double_gram(basis, basis) @ mixing)).sum(0).clamp(min=0).sqrt()
             self._estimate_errors(lengths)
             worst = float((mixing.norm(dim=0) / sizes).max())
-            if not worst <= _GROWTH * least:
+            if not worst <= growth * least:
                 return  # rounding has spoilt the recursion: start again from the true residual
             least = min(least, worst)
             if bool((lengths <= tolerance * self._safe).all()) and bool(
