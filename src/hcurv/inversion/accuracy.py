@@ -37,8 +37,9 @@ _FINER, _ROUNDING, _FIRST = 0.1, 100.0, 0.1
 # Products with H are in double precision where rounding is more than this share of the damping.
 _PRECISE = 1e-2
 _TINY = torch.finfo(torch.float64).tiny
-# Conjugate gradients that make them stop after this many iterations.
-_MAX_ITERATIONS = 1000
+# Conjugate gradients that make them stop after this many iterations, and without the help of what is
+# tested after this many.
+_MAX_ITERATIONS, _RETRY_ITERATIONS = 1000, 200
 
 
 @dataclass(frozen=True)
@@ -282,7 +283,9 @@ def _solve_errors(
         )
         if not result.converged:
             # The inverse that is tested is too bad to precondition with, or to start from.
-            result = block_cg(product, probes, tolerance=tolerance, max_iterations=_MAX_ITERATIONS)
+            result = block_cg(
+                product, probes, tolerance=tolerance, max_iterations=_RETRY_ITERATIONS
+            )
         better = result.solution
         difference = (better - solved).double()
         energies = torch.linalg.vecdot(better.double(), probes.double(), dim=0).clamp(min=_TINY)

@@ -196,16 +196,18 @@ class _Inversion:
         if way.name == "samples":
             return SampleSpaceFactorization.of(exact, self._damping, dtype)
         if way.name == "compressed-samples":
+            working = self._inner_precision()
+            exact = self._matrix.in_precision(working)
             kernel = exact.kernel(self._damping)
             one = Damping(torch.ones((), dtype=torch.float64))
-            finer = self._inner_tolerance()
+            finer = self._inner_tolerance(working)
             affordable = any(other.name == "samples" for other in self._affordable(way, ways))
             inner = IterativeFactorization(
                 kernel,
                 self._compressed(kernel, one),
                 one,
                 finer,
-                self._dtype,
+                working,
                 (lambda: dense_kernel_factorization(kernel)) if affordable else None,
             )
             return SampleSpaceFactorization(exact, inner, self._damping, dtype)
@@ -219,14 +221,20 @@ class _Inversion:
             exact, stand_in, self._damping, self._tolerance, dtype, self._fallback(way, ways)
         )
 
-    def _inner_tolerance(self) -> float:
+    def _inner_precision(self) -> torch.dtype:
+        """Double precision, unless the tolerance of inner solves is far above rounding without."""
+        finer = self._tolerance / (1 + self._spectrum().largest)
+        rounding = 10 * _INNER_UNITS * float(torch.finfo(self._dtype).eps)
+        return self._dtype if finer > rounding else torch.float64
+
+    def _inner_tolerance(self, working: torch.dtype) -> float:
         """The tolerance of solves with I + S D⁻¹ Sᵀ.
 
         For a row b of S, the error of (H + D)⁻¹b is λ₁/λ times as large, because nearly all of b is
         taken away again. Where rounding does not allow that, it is as large as rounding allows.
         """
         condition = 1 + self._spectrum().largest
-        rounding = _INNER_UNITS * float(torch.finfo(self._dtype).eps) * condition**0.25
+        rounding = _INNER_UNITS * float(torch.finfo(working).eps) * condition**0.25
         least = min(rounding, self._tolerance / condition**0.5)
         return max(self._tolerance / condition, least)
 
