@@ -37,8 +37,8 @@ _FINER, _ROUNDING, _FIRST = 0.1, 100.0, 0.1
 # Products with H are in double precision where rounding is more than this share of the damping.
 _PRECISE = 1e-2
 _TINY = torch.finfo(torch.float64).tiny
-# Conjugate gradients that make them stop after this many iterations, and without the help of what is
-# tested after this many.
+# Conjugate gradients that make them stop after this many iterations; after fewer, where what is
+# tested is of no help to them.
 _MAX_ITERATIONS, _RETRY_ITERATIONS = 1000, 200
 
 
