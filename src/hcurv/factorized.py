@@ -7,6 +7,8 @@ subclass; checks, derivatives and sampling are done once, here.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -33,6 +35,7 @@ __all__ = [
     "NotFactorizableError",
     "as_damping",
     "check_float_type",
+    "warn_of_accuracy",
 ]
 
 DeviceLike: TypeAlias = torch.device | str | None
@@ -67,6 +70,15 @@ class AccuracyWarning(UserWarning):
         'AccuracyWarning'
         >>> F = hcurv.compress(H, damping=1e-4).factorize(1e-4)  # does not warn
     """
+
+
+def warn_of_accuracy(message: str) -> None:
+    """Warn with an `AccuracyWarning` that points to the line of the user that led here."""
+    inside = ("hcurv.", "torch.", "functools")
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(inside):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, AccuracyWarning, stacklevel=level)
 
 
 @dataclass(frozen=True)

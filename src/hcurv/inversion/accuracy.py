@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hcurv.factorized import DampingLike, Factorized, as_damping
+from hcurv.factorized import Damping, DampingLike, Factorized, as_damping
 from hcurv.indexing import check_count, check_seed
 from hcurv.inversion.iterative import IterativeFactorization
 from hcurv.layout import layout_of
@@ -34,9 +34,12 @@ __all__ = ["Accuracy", "Approximation", "Estimate", "certify", "measure_accuracy
 # What is tested is compared with solutions whose error is at most this share of its own, as far as
 # rounding allows, which stops at this many units. The first comparison is with this error.
 _FINER, _ROUNDING, _FIRST = 0.1, 100.0, 0.1
+# Products with H are in double precision where rounding is more than this share of the damping.
+_PRECISE = 1e-2
 _TINY = torch.finfo(torch.float64).tiny
-# Conjugate gradients that make them stop after this many iterations.
-_MAX_ITERATIONS = 1000
+# Conjugate gradients that make them stop after this many iterations; after fewer, where what is
+# tested is of no help to them.
+_MAX_ITERATIONS, _RETRY_ITERATIONS = 1000, 200
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,7 @@ def certify(
     resolved = as_damping(damping, exact.shape[0], layout_of(exact))
     resolved.require_positive("H may be singular")
     factors = approximation.factorize(damping) if factorized is None else factorized  # type: ignore[arg-type]
+    exact = _precise(exact, resolved, matrix)
     values = resolved.diagonal(exact.shape[0], exact.device)[:, None]
 
     def product(columns: Tensor) -> Tensor:
@@ -161,6 +165,17 @@ def certify(
         )
     logdet, kl = _trace_estimates(quadrature)
     return Accuracy(solves, variances, Estimate(-logdet.value, logdet.uncertainty), kl)
+
+
+def _precise(matrix: SymmetricOperator, damping: Damping, given: object) -> SymmetricOperator:
+    """H in double precision, if rounding in its own would change H + D by much."""
+    least = float(damping.tensor.detach().min())
+    rounding = torch.finfo(matrix.dtype).eps * float(matrix.diagonal().double().sum()) / least
+    if rounding <= _PRECISE:
+        return matrix
+    if isinstance(matrix, FactoredMatrix):
+        return matrix.in_precision(torch.float64)
+    return as_operator(given.double()) if isinstance(given, Tensor) else matrix
 
 
 def measure_accuracy(
@@ -267,6 +282,11 @@ def _solve_errors(
             max_iterations=_MAX_ITERATIONS,
             start=better,
         )
+        if not result.converged:
+            # The inverse that is tested is too bad to precondition with, or to start from.
+            result = block_cg(
+                product, probes, tolerance=tolerance, max_iterations=_RETRY_ITERATIONS
+            )
         better = result.solution
         difference = (better - solved).double()
         energies = torch.linalg.vecdot(better.double(), probes.double(), dim=0).clamp(min=_TINY)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import get_args
 
 import torch
 from torch import Tensor
 
-from hcurv.factorized import AccuracyWarning, Damping, DampingLike, Factorized, as_damping
+from hcurv.factorized import (
+    Damping,
+    DampingLike,
+    Factorized,
+    as_damping,
+    warn_of_accuracy,
+)
 from hcurv.hierarchical.compress import compress
 from hcurv.inversion.accuracy import Accuracy, measure_accuracy
 from hcurv.inversion.dense import DenseFactorization
@@ -40,6 +45,9 @@ _ROUGH = 0.3
 _NUM_PROBES = 16
 # The entries of S have relative errors of about this many units of rounding.
 _ROUNDING_UNITS = 10
+# Conjugate gradients in sample space reach relative residuals of about this many units of rounding,
+# times the fourth root of λ₁/λ (measured for λ₁/λ of 1e4 in single and 1e8 in double precision).
+_INNER_UNITS = 10
 
 
 def factorize(
@@ -129,12 +137,10 @@ class _Inversion:
         rounding = float(torch.finfo(self._dtype).eps) * spectrum.largest
         found = measure_accuracy(matrix, result, rounding, _NUM_PROBES, self._seed)
         if found.solve.value > self._tolerance:
-            warnings.warn(
+            warn_of_accuracy(
                 f"solves have an estimated relative error of {found.solve}, where"
                 f" {self._tolerance:.1e} was asked for. Use a model in float64, or a larger"
-                " damping or tolerance",
-                AccuracyWarning,
-                stacklevel=4,
+                " damping or tolerance"
             )
         return found
 
@@ -190,16 +196,18 @@ class _Inversion:
         if way.name == "samples":
             return SampleSpaceFactorization.of(exact, self._damping, dtype)
         if way.name == "compressed-samples":
+            working = self._inner_precision()
+            exact = self._matrix.in_precision(working)
             kernel = exact.kernel(self._damping)
             one = Damping(torch.ones((), dtype=torch.float64))
-            finer = self._tolerance / (1 + self._spectrum().largest) ** 0.5
+            finer = self._inner_tolerance(working)
             affordable = any(other.name == "samples" for other in self._affordable(way, ways))
             inner = IterativeFactorization(
                 kernel,
                 self._compressed(kernel, one),
                 one,
                 finer,
-                self._dtype,
+                working,
                 (lambda: dense_kernel_factorization(kernel)) if affordable else None,
             )
             return SampleSpaceFactorization(exact, inner, self._damping, dtype)
@@ -212,6 +220,23 @@ class _Inversion:
         return IterativeFactorization(
             exact, stand_in, self._damping, self._tolerance, dtype, self._fallback(way, ways)
         )
+
+    def _inner_precision(self) -> torch.dtype:
+        """Double precision, unless the tolerance of inner solves is far above rounding without."""
+        finer = self._tolerance / (1 + self._spectrum().largest)
+        rounding = 10 * _INNER_UNITS * float(torch.finfo(self._dtype).eps)
+        return self._dtype if finer > rounding else torch.float64
+
+    def _inner_tolerance(self, working: torch.dtype) -> float:
+        """The tolerance of solves with I + S D⁻¹ Sᵀ.
+
+        For a row b of S, the error of (H + D)⁻¹b is λ₁/λ times as large, because nearly all of b is
+        taken away again. Where rounding does not allow that, it is as large as rounding allows.
+        """
+        condition = 1 + self._spectrum().largest
+        rounding = _INNER_UNITS * float(torch.finfo(working).eps) * condition**0.25
+        least = min(rounding, self._tolerance / condition**0.5)
+        return max(self._tolerance / condition, least)
 
     def _affordable(self, way: Way, ways: list[Way]) -> list[Way]:
         """The exact ways that may be gone for a log-determinant alone, the fastest first."""

@@ -8,7 +8,6 @@ Log-determinants are those of A + D, corrected by Lanczos probes of Gᵀ(H + D)G
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,12 +17,12 @@ import torch
 from torch import Tensor
 
 from hcurv.factorized import (
-    AccuracyWarning,
     Damping,
     DeviceLike,
     Factorized,
     NotFactorizableError,
     check_float_type,
+    warn_of_accuracy,
 )
 from hcurv.indexing import check_count
 from hcurv.linalg.block_conjugate_gradients import BlockResult, block_cg
@@ -168,13 +167,11 @@ class IterativeFactorization(Factorized):
         return found.solution.to(rhs.dtype)
 
     def _warn(self, found: BlockResult) -> None:
-        warnings.warn(
+        warn_of_accuracy(
             f"conjugate gradients stopped after {found.num_iterations} iterations at a relative"
             f" residual of {float(found.residuals.max()):.1e} and an estimated error of"
             f" {float(found.errors.max()):.1e}, where {self._tolerance:.1e} was asked for. Use a"
-            " larger damping or tolerance, a model in float64, or another method=",
-            AccuracyWarning,
-            stacklevel=5,
+            " larger damping or tolerance, a model in float64, or another method="
         )
 
     @cached_property
@@ -241,12 +238,10 @@ class IterativeFactorization(Factorized):
             corrections = torch.cat([corrections, *(part.cpu() for part in found)])
             error = float(corrections.std()) / math.sqrt(corrections.numel())
         if error > 2 * wanted:
-            warnings.warn(
+            warn_of_accuracy(
                 f"the log-determinant, {base + float(corrections.mean()):.6g}, has a standard error"
                 f" of {error:.2g} after {corrections.numel()} probes, where {wanted:.2g} was"
-                " aimed at. F.accuracy shows it; a larger damping makes it smaller",
-                AccuracyWarning,
-                stacklevel=5,
+                " aimed at. F.accuracy shows it; a larger damping makes it smaller"
             )
         return base + float(corrections.mean()), error
 

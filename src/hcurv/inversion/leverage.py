@@ -30,6 +30,10 @@ _FIRST_ROWS = 2048
 # All scores are raised by this share of their mean, so that a point whose score was underestimated
 # by chance cannot get an enormous weight.
 _FLOOR = 0.1
+# Scores are estimated with random numbers of their own. If points were then drawn with the same
+# numbers, the weights would depend on the draws, and subsets would be biased.
+# The generator of torch uses the lowest 32 bits of a seed alone.
+_SCORE_SEED = 0x5EED5EED
 
 
 def leverage_scores(
@@ -69,6 +73,7 @@ def approximate_scores(matrix: FactoredMatrix, damping: Damping, seed: int = 0) 
     """
     rows = max(1, matrix.num_root_rows // matrix.num_points)
     few = min(matrix.num_points, max(1, _FIRST_ROWS // rows))
+    seed ^= _SCORE_SEED
     points, weights = draw_points(matrix.factors.point_norms(), few, seed)
     first = SampleSpaceFactorization.of(matrix.of_points(points, weights), damping, matrix.dtype)
     scores = leverage_scores(matrix, first, _NUM_SAMPLES, seed)

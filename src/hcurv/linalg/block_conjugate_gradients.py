@@ -38,8 +38,9 @@ _DEPENDENT, _GRADED = 100.0, 1e5
 _ROUNDING = 10.0
 # The recursion loses the true residual by and by. It is started again from the true one so often.
 _MAX_RESTARTS = 20
-# The recursion ends when the residual has grown by this factor. Ordinary growth is by √κ at most.
-_GROWTH = 1e3
+# The recursion ends when the residual, in the norm of M⁻¹, has grown by eps to this power. Ordinary
+# growth is by √κ(M⁻¹P) at most, and nothing can be solved where κ is more than 1/eps.
+_GROWTH_POWER = -0.5
 # A restart that does not take the residual below this share of what it was is the last.
 _PROGRESS = 0.5
 # The error is estimated by what the last iterations changed, this share of all of them.
@@ -130,13 +131,16 @@ class _Block:
         """Iterate until all columns are finished, or nothing more can be gained."""
         residual = self._rhs - self._product(self.solution) if self._is_started else self._rhs
         self.residuals = _norms(residual) / self._safe
+        self.errors = torch.where(self.residuals > 0, 1.0, 0.0).double()
         for _ in range(_MAX_RESTARTS):
             before, earlier = self.residuals, self.solution.clone()
+            gain = self._gain(residual)
             self._run(residual, tolerance, max_iterations)
             residual = self._rhs - self._product(self.solution)
             self.residuals = _norms(residual) / self._safe
-            spoilt = ~(self.residuals <= before.clamp(min=1.0))
-            if bool(spoilt.any()):  # rounding made these columns worse than zero: take them back
+            # An iterate can have a larger residual than zero has, and yet a smaller error.
+            spoilt = ~((self.residuals <= before.clamp(min=1.0)) | (self._gain(residual) > gain))
+            if bool(spoilt.any()):  # rounding made these columns worse: take them back
                 self.solution[:, spoilt] = earlier[:, spoilt]
                 self.residuals[spoilt], self.errors[spoilt] = before[spoilt], 1.0
                 return
@@ -147,10 +151,22 @@ class _Block:
             if self.num_iterations >= max_iterations or not bool(gained.all()):
                 return
 
+    def _gain(self, residual: Tensor) -> Tensor:
+        """‖P⁻¹b‖² − ‖x − P⁻¹b‖² in the norm of P, (k,), which is xᵀ(b + r).
+
+        It is −∞ where rounding has made xᵀPx = xᵀ(b − r) negative.
+        """
+        columns, rhs = self.solution.double(), self._rhs.double()
+        gain = torch.linalg.vecdot(columns, rhs + residual.double(), dim=0)
+        curvature = torch.linalg.vecdot(columns, rhs - residual.double(), dim=0)
+        return torch.where(curvature >= 0, gain, -torch.inf)
+
     def _run(self, residual: Tensor, tolerance: float, max_iterations: int) -> None:
         """Iterate from a residual until the recursion reports convergence."""
         basis, directions, mixing = self._orthonormal(residual)
-        least = float((_norms(residual) / self._safe).max())
+        sizes = mixing.norm(dim=0)
+        sizes, least = torch.where(sizes > 0, sizes, 1.0), 1.0
+        growth = torch.finfo(residual.dtype).eps ** _GROWTH_POWER
         while self.num_iterations < max_iterations and mixing.shape[0]:
             image = self._product(directions)
             curvature = double_gram(directions, image)
@@ -168,8 +184,8 @@ class _Block:
             mixing = change @ mixing
             lengths = (mixing * (double_gram(basis, basis) @ mixing)).sum(0).clamp(min=0).sqrt()
             self._estimate_errors(lengths)
-            worst = float((lengths / self._safe).max())
-            if not worst <= _GROWTH * least:
+            worst = float((mixing.norm(dim=0) / sizes).max())
+            if not worst <= growth * least:
                 return  # rounding has spoilt the recursion: start again from the true residual
             least = min(least, worst)
             if bool((lengths <= tolerance * self._safe).all()) and bool(
