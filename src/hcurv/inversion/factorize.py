@@ -235,7 +235,7 @@ class _Inversion:
         """
         condition = 1 + self._spectrum().largest
         rounding = _INNER_UNITS * float(torch.finfo(working).eps) * condition**0.25
-        least = min(rounding, self._tolerance / condition**0.5)
+        least = float(min(rounding, self._tolerance / condition**0.5))
         return max(self._tolerance / condition, least)
 
     def _affordable(self, way: Way, ways: list[Way]) -> list[Way]:

@@ -45,6 +45,8 @@ _GROWTH_POWER = -0.5
 _PROGRESS = 0.5
 # The error is estimated by what the last iterations changed, this share of all of them.
 _WINDOW_SHARE = 0.125
+# Changes that fall more slowly than by this share from one window to the next are taken to fall so.
+_SLOWEST = 0.1
 
 
 @dataclass(frozen=True)
@@ -198,8 +200,9 @@ class _Block:
 
         The error of an iterate is the sum of all changes that follow it. With the sum s₁ of the
         last few changes and the sum s₀ of as many before them, a geometric decay leaves
-        s₁ q/(1 − q), q = s₁/s₀. Where the changes fall slowly, s₁ itself, which is a lower bound of
-        the error before them, is taken. Of a residual that is zero up to rounding, nothing is left.
+        s₁ q/(1 − q), q = s₁/s₀. Where the changes do not fall, ten times s₁ are taken, since the
+        changes of conjugate gradients go up and down. Of a residual that is zero up to rounding,
+        nothing is left.
 
         Args:
             lengths: the norms of the residuals, (k,).
@@ -208,7 +211,7 @@ class _Block:
         last = torch.stack(self._changes[-count:]).sum(0)
         before = torch.stack([*self._changes, 0 * last][-2 * count - 1 : -count - 1] or [last])
         ratio = last / before.sum(0).clamp(min=torch.finfo(torch.float64).tiny)
-        left = last * (ratio / (1 - ratio).clamp(min=1e-3)).clamp(max=1.0)
+        left = last * ratio / (1 - ratio).clamp(min=_SLOWEST)
         if self._is_started:
             # The changes add up to the energy of what the start lacked. Take that of the solution.
             energy = torch.linalg.vecdot(self.solution.double(), self._rhs.double(), dim=0)
