@@ -29,6 +29,7 @@ __all__ = [
     "LEVELS",
     "cg_figure",
     "error_figure",
+    "inverse_figure",
     "layer_figure",
     "spectrum_figure",
     "structure_figures",
@@ -104,6 +105,29 @@ def error_figure(
         axes.xaxis.set_major_formatter("{x:g}")
         figure.legend(loc="outside lower center", ncols=2, columnspacing=1.0, handlelength=1.8)
         return _svg(figure, "error", label)
+
+
+def inverse_figure(comparison: Comparison, label: str) -> Html:
+    """Draw the errors of variances against the damping, one line for each method."""
+    with _style():
+        figure, axes = _new(4.9)
+        for method in comparison.methods:
+            points = [
+                (error.damping / comparison.largest_eigenvalue, error.variance)
+                for error in method.inverse_range
+                if error.variance is not None and error.variance > 0
+            ]
+            if points:
+                look = {**look_of(method.name).options(), "markersize": 6, "label": method.name}
+                axes.plot(*zip(*points, strict=True), **look)
+        chosen = comparison.damping / comparison.largest_eigenvalue
+        axes.axvline(chosen, color=GRAY, linestyle=":", label="damping")
+        axes.axhline(1.0, color=GRAY, linewidth=0.8)
+        axes.set(xscale="log", yscale="log", xlabel="damping over the largest eigenvalue, λ/λ₁")
+        axes.set(ylabel="median error of variances")
+        axes.invert_xaxis()
+        figure.legend(loc="outside lower center", ncols=2, columnspacing=1.0, handlelength=2.2)
+        return _svg(figure, "inverse", label)
 
 
 def structure_figures(matrix: HMatrix, labels: tuple[str, str]) -> tuple[Html, Html]:
