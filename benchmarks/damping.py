@@ -166,8 +166,8 @@ def measure(problem: Problem) -> None:
     largest = float(values[-1])
     print(
         f"\n{problem.title}, N = {H.shape[0]}, n = {H.num_points}, n·q = {H.num_root_rows},"
-        f" float64; λ₁ is the largest eigenvalue of H.\nd(λ) = Σ μ/(μ + λ) counts the directions that"
-        " a solve with damping λ sees:"
+        " float64; λ₁ is the largest eigenvalue of H.\nd(λ) = Σ μ/(μ + λ) counts the directions"
+        " that a solve with damping λ sees:"
     )
     rows, iterations, logdets = ways(problem, H), [], []
     for ratio in RATIOS:
