@@ -127,6 +127,20 @@ class Comparison:
     methods: tuple[ComparedMethod, ...]
     details: ComparisonDetails | None = field(default=None, repr=False, compare=False)
 
+    @property
+    def damping_ratios(self) -> tuple[float, ...]:
+        """The other dampings at which inverses were measured, divided by the largest eigenvalue.
+
+        Examples:
+            >>> comparison = hcurv.compare(
+            ...     model, loss, inputs, storage=0.5, num_probes=16, damping_ratios=(1e-2, 1e-4)
+            ... )
+            >>> comparison.damping_ratios
+            (0.01, 0.0001)
+        """
+        measured = next((m.inverse_range for m in self.methods if m.inverse_range), ())
+        return tuple(float(f"{e.damping / self.largest_eigenvalue:.6g}") for e in measured)
+
     def __str__(self) -> str:
         """Return the tables of all methods: matrices first, then their inverses."""
         lines = [
@@ -150,17 +164,16 @@ class Comparison:
             ('method', 'variances', 'solves', 'log-determinant')
         """
         measured = [(method, method.inverse) for method in self.methods if method.inverse]
-        known = "" if self.logdet is None else f", whose log-determinant is {self.logdet:.1f}"
+        known = "" if self.logdet is None else f", where log|H + λI| = {self.logdet:.1f}"
         tables: list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]] = [
             (
                 f"Errors of (A + λI)⁻¹ at λ = {self.damping:.2e} ="
-                f" {self.damping / self.largest_eigenvalue:.1e} λ₁, compared with H + λI{known}",
+                f" {self.damping / self.largest_eigenvalue:.1e} λ₁{known}",
                 ("method", "variances", "solves", "log-determinant"),
                 [(method.name, *_inverse_cells(inverse)) for method, inverse in measured],
             )
         ]
-        if measured and (dampings := [e.damping for e in measured[0][0].inverse_range]):
-            ratios = [f"{damping / self.largest_eigenvalue:.0e}" for damping in dampings]
+        if ratios := [f"{ratio:.0e}" for ratio in self.damping_ratios]:
             tables.append(
                 (
                     "Median error of variances with other dampings λ, over λ₁ (“–”: no inverse)",

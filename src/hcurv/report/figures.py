@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hcurv.report.comparison import ComparedMethod, Comparison
 
 __all__ = [
+    "LEAST_ERROR",
     "LEVELS",
     "cg_figure",
     "error_figure",
@@ -39,6 +40,8 @@ __all__ = [
 _WIDTH = 4.3
 # Blocks of this many levels are drawn. Those of finer levels would be too small to see.
 LEVELS = 6
+# Errors of variances below this are drawn there, so that the others are not pressed together.
+LEAST_ERROR = 1e-5
 # Names of layers are cut to this many letters, so that they leave room for the figure.
 _NAME = 16
 _SETTINGS = {
@@ -113,9 +116,9 @@ def inverse_figure(comparison: Comparison, label: str) -> Html:
         figure, axes = _new(4.9)
         for method in comparison.methods:
             points = [
-                (error.damping / comparison.largest_eigenvalue, error.variance)
+                (error.damping / comparison.largest_eigenvalue, max(error.variance, LEAST_ERROR))
                 for error in method.inverse_range
-                if error.variance is not None and error.variance > 0
+                if error.variance is not None
             ]
             if points:
                 look = {**look_of(method.name).options(), "markersize": 6, "label": method.name}

@@ -209,7 +209,8 @@ def _inverse(comparison: Comparison) -> Html:
         caption = (
             "Median relative error of the variances bᵀ(A + λI)⁻¹b of rows b of a root of H, against"
             " the damping. Lower is better, small dampings are to the right, and both axes are"
-            " logarithmic. Above the horizontal line variances are wrong by more than themselves."
+            " logarithmic. Above the horizontal line variances are wrong by more than themselves;"
+            f" errors below {figures.LEAST_ERROR:.0e} are drawn there."
             " The hierarchical matrix was compressed for the damping of the comparison, the dotted"
             " line; H.factorize was asked for solves that are right to 1\u00a0%."
         )

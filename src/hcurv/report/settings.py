@@ -25,6 +25,7 @@ def settings(comparison: Comparison, details: ComparisonDetails, curves: bool) -
     options = {
         "storage": comparison.storage,
         "damping": comparison.damping,
+        "damping_ratios": comparison.damping_ratios,
         "tolerance": comparison.tolerance,
         "max_iterations": details.max_iterations,
         "num_probes": details.num_probes,
