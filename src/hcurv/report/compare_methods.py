@@ -23,7 +23,7 @@ from hcurv.network.batches import Data
 from hcurv.network.gauss_newton import GaussNewton
 from hcurv.operators import PROBE_SEED, SymmetricOperator
 from hcurv.report.comparison import ComparedMethod, Comparison, ComparisonDetails
-from hcurv.report.inverse_errors import InverseMeasurement
+from hcurv.report.inverse_errors import InverseMeasurement, is_exact
 
 __all__ = ["compare"]
 
@@ -282,7 +282,7 @@ class _Run:
             return self._matrix.factorize(damping, seed=self._seed)
 
         # An iterative inverse would make an exact one for each log-determinant, which takes long.
-        errors = self._inverses.measure(again, lambda made: not hasattr(made, "logdet_error"))
+        errors = self._inverses.measure(again, has_logdet=is_exact)
         method = ComparedMethod(
             "H.factorize",
             0.0,

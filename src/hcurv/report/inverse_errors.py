@@ -18,11 +18,12 @@ from torch import Tensor
 from hcurv.factorized import AccuracyWarning, Damping, Factorized, NotFactorizableError
 from hcurv.hierarchical import NotPositiveDefiniteError
 from hcurv.inversion.dense import DenseFactorization
+from hcurv.inversion.iterative import IterativeFactorization
 from hcurv.inversion.sample_space import SampleSpaceFactorization
 from hcurv.memory import available_bytes
 from hcurv.network.gauss_newton import GaussNewton
 
-__all__ = ["RATIOS", "ExactInverses", "InverseError", "InverseMeasurement", "percent"]
+__all__ = ["RATIOS", "ExactInverses", "InverseError", "InverseMeasurement", "is_exact", "percent"]
 
 # Inverses are measured at these dampings, divided by the largest eigenvalue.
 RATIOS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
@@ -157,9 +158,11 @@ class ExactInverses:
         if self.is_dense:
             residual = columns - self._product(solved) - damping * solved
             solved = solved + factorized.solve(residual.to(factorized.dtype)).double()
-        known = self.is_dense or hasattr(factorized, "logdet_error") or _is_exact(factorized)
-        logdet = float(factorized.logdet()) if known else None
-        deviation = float(getattr(factorized, "logdet_error", 0.0))
+        logdet, deviation = None, 0.0
+        if self.is_dense or is_exact(factorized):
+            logdet = float(factorized.logdet())
+        elif isinstance(factorized, IterativeFactorization):
+            logdet, deviation = float(factorized.logdet()), factorized.logdet_error
         return _Truth(solved, (columns * solved).sum(0), logdet, deviation)
 
     def _factorize(self, damping: float, largest: float) -> Factorized:
@@ -276,7 +279,7 @@ class InverseMeasurement:
         )
 
 
-def _is_exact(factorized: Factorized) -> bool:
+def is_exact(factorized: Factorized) -> bool:
     """Whether `GaussNewton.factorize` has made a dense factorization."""
     return factorized.plan.chosen.name in ("parameters", "samples")
 
