@@ -31,6 +31,7 @@ __all__ = [
     "GaussNewtonStep",
     "HMatrix",
     "InsufficientMemoryError",
+    "InverseError",
     "NearFieldWarning",
     "NotFactorizableError",
     "NotPositiveDefiniteError",
@@ -85,6 +86,7 @@ if TYPE_CHECKING:
     from hcurv.operators import EntrySource, SymmetricOperator
     from hcurv.report.compare_methods import compare
     from hcurv.report.comparison import ComparedMethod, Comparison
+    from hcurv.report.inverse_errors import InverseError
 else:  # hidden from type checkers, which would otherwise accept any name
     _NAMES = {  # the public names of each module; none if the module itself is the public name
         "baselines": (),
@@ -117,6 +119,7 @@ else:  # hidden from type checkers, which would otherwise accept any name
         "operators": ("EntrySource", "SymmetricOperator"),
         "report.compare_methods": ("compare",),
         "report.comparison": ("ComparedMethod", "Comparison"),
+        "report.inverse_errors": ("InverseError",),
     }
     _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 

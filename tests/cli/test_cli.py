@@ -213,6 +213,26 @@ def test_eigs_of_the_exact_matrix(network: Network) -> None:
     assert f"{document['values'][0]:.4g}"[:4] in succeed("eigs", *network.options, "-k", "4")
 
 
+def test_solve_with_the_exact_matrix(network: Network, tmp_path: Path) -> None:
+    right, out = tmp_path / "b.npy", tmp_path / "x.npy"
+    exact = network.exact()
+    factors = exact.factorize(0.05)
+    b = exact @ torch.ones(exact.shape[0], dtype=exact.dtype)
+    np.save(right, b.numpy())
+    arguments = ["solve", *network.options, "--damping", "0.05"]
+    document = succeed_json(*arguments, "--rhs", right, "--logdet", "--out", out)
+    torch.testing.assert_close(torch.from_numpy(np.load(out)), factors.solve(b))
+    assert document["exact"] is True
+    assert document["way"] == factors.plan.chosen.description
+    assert document["relative_residual"] < 1e-2
+    assert document["log_determinant"] == pytest.approx(float(factors.logdet()))
+    succeed(*arguments, "--inverse-diagonal", "--out", out)
+    np.testing.assert_allclose(np.load(out), factors.inverse_diagonal(), rtol=1e-4)
+    printed = succeed(*arguments, "--sample", "3", "--out", out, "--tolerance", "1e-3")
+    assert np.load(out).shape == (3, exact.shape[0])
+    assert f"way {factors.plan.chosen.name}" in " ".join(printed.split())
+
+
 def test_diagonal_layer_by_layer(network: Network, tmp_path: Path) -> None:
     out, expected = tmp_path / "d.npy", network.exact().diagonal()
     document = succeed_json("diagonal", *network.options, "--out", out)

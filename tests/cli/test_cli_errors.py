@@ -197,6 +197,13 @@ def test_unfit_eigenvalues(network: Network, saved: Path) -> None:
         (["eigs", "W.safetensors", "--data", "x.npz"], "needs --data and --loss"),
         (["info"], "Missing argument 'FILE'"),
         (["solve", "A.safetensors"], "one of --rhs, --sample"),
+        (["solve", "--logdet"], "a compressed matrix is needed, or --data"),
+        (["solve", "W.safetensors", "--logdet", "--data", "X.npz"], "needs --data and --loss"),
+        (
+            ["solve", "W.safetensors", "--logdet", "--data", "digits", "--loss", "mse"],
+            "the exact matrix needs --damping",
+        ),
+        (["solve", "A.safetensors", "--logdet", "--tolerance", "0.1"], "--tolerance is for"),
         (["solve", "A.safetensors", "--rhs", "random", "--sample", "3"], "choose one of"),
         (["solve", "A.safetensors", "--logdet", "--out", "x.npy"], "--out is for"),
         (["reproduce", "everything"], "'everything'"),

@@ -25,6 +25,7 @@ METHODS = (
     "EKFAC",
     "diagonal",
     "blocks per unit",
+    "H.factorize",
 )
 
 

@@ -18,12 +18,13 @@ from torch import nn
 
 import hcurv
 from cases import normal, seeded
+from hcurv.report.inverse_errors import percent
 
 pytest.importorskip("matplotlib")
 
-SECTIONS = ["computed", "methods", "structure", "spectrum"]
+SECTIONS = ["computed", "methods", "inverse", "structure", "spectrum"]
 SECTIONS += ["layers", "convergence", "settings", "reading"]
-FIGURES = ["error", "blocks", "ranks", "spectrum", "layers", "convergence"]
+FIGURES = ["error", "inverse", "blocks", "ranks", "spectrum", "layers", "convergence"]
 EVIL = '<script>alert("1")</script>'
 VOID = {"meta", "link", "br", "img"}
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -142,22 +143,21 @@ def test_names_cannot_become_markup(path: Path, page: Page) -> None:
 
 def test_numbers_are_those_of_the_comparison(comparison: hcurv.Comparison, page: Page) -> None:
     rows = {row[0]: row[1:] for row in page.rows}
+    matrices = {row[0]: row[1:] for row in page.rows if len(row) == 8}
+    inverses = [tuple(row[:2]) for row in page.rows if len(row) == 4]
     for method in comparison.methods:
-        row = rows[method.name] if method.name != "hierarchical" else _method_row(page)
+        row = matrices[method.name]
         assert row[0] == f"{method.error:.1e}"
         assert row[1] == f"{method.storage:.3%}"
         assert row[5] == ("–" if method.num_iterations is None else str(method.num_iterations))
+        if method.inverse is not None and method.inverse.variance is not None:
+            assert (method.name, percent(method.inverse.variance)) in inverses
     assert rows["Parameters, N"] == [f"{comparison.size:,}"]
     assert rows["Data points, n"] == [str(comparison.num_points)]
     # The last share of a budget is all of it, and curves end in the points of the table.
     text = " ".join(page.words)
     assert f"damping={comparison.damping!r}," in text
     assert f"{comparison.methods[1].num_iterations} iterations with it" in text
-
-
-def _method_row(page: Page) -> list[str]:
-    (row,) = (row for row in page.rows if row[0] == "hierarchical" and len(row) > 5)
-    return row[1:]
 
 
 def test_zeros_and_ranks_are_told_in_words(comparison: hcurv.Comparison, page: Page) -> None:

@@ -27,6 +27,8 @@ __all__ = ["main"]
 SIZES = (64, 64, 32, 10)
 # The largest eigenvalue is 6.8 here.
 DAMPING = 0.1
+# Inverses are compared at these dampings over the largest eigenvalue. Each takes seconds.
+RATIOS = (1e-2, 1e-3, 1e-4)
 EXAMPLE = (
     "H = hcurv.GaussNewton(model, loss, inputs)",
     "A = hcurv.compress(H, damping=0.1, tolerance=1e-2)",
@@ -55,7 +57,7 @@ def main(folder: Path, sizes: tuple[int, ...] = SIZES, num_points: int | None = 
     show_truth(H, A, F)
     show_entries(H, model, inputs)
     print("All methods, each with about the same storage (hcurv.compare):\n")
-    comparison = hcurv.compare(model, nn.CrossEntropyLoss(), inputs)
+    comparison = hcurv.compare(model, nn.CrossEntropyLoss(), inputs, damping_ratios=RATIOS)
     print(f"{comparison}\n")
     folder.mkdir(parents=True, exist_ok=True)
     comparison.save_report(folder / "report.html")

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from hcurv.baselines import KFAC, BlockDiagonal, Diagonal, LowRank, MatrixFree
-from hcurv.factorized import NotFactorizableError
+from hcurv.factorized import AccuracyWarning, Factorized, NotFactorizableError
 from hcurv.hierarchical import CompressionWarning, HMatrix, compress
 from hcurv.indexing import check_count, check_seed
 from hcurv.linalg import CGResult, cg, eigsh
@@ -22,11 +22,8 @@ from hcurv.losses import Loss
 from hcurv.network.batches import Data
 from hcurv.network.gauss_newton import GaussNewton
 from hcurv.operators import PROBE_SEED, SymmetricOperator
-
-if TYPE_CHECKING:
-    pass
-
 from hcurv.report.comparison import ComparedMethod, Comparison, ComparisonDetails
+from hcurv.report.inverse_errors import InverseMeasurement, is_exact
 
 __all__ = ["compare"]
 
@@ -41,6 +38,7 @@ def compare(
     *,
     storage: float = 0.02,
     damping: float | None = None,
+    damping_ratios: Sequence[float] | None = None,
     tolerance: float = 1e-4,
     max_iterations: int = 500,
     num_probes: int = 64,
@@ -50,7 +48,11 @@ def compare(
     """Compare all methods on the Gauss-Newton Hessian of a network.
 
     The hierarchical matrix and low rank use as much of the budget as they can. The other methods
-    have no setting for their storage: they store what they store.
+    have no setting for their storage: they store what they store. `GaussNewton.factorize` is there
+    as well: it inverts the exact matrix, at the price of what it stores.
+
+    Errors of matrices are relative to H, and those of inverses, in solves, variances and
+    log-determinants, relative to (H + λI)⁻¹. See `InverseError`.
 
     Args:
         model: The network, as for `GaussNewton`.
@@ -58,6 +60,10 @@ def compare(
         data: The data, as for `GaussNewton`.
         storage: The budget: stored floats divided by N².
         damping: The damping of all solves. None takes a thousandth of the largest eigenvalue.
+        damping_ratios: Other dampings at which inverses are measured, divided by the largest
+            eigenvalue. None takes 1e-1, 1e-2, … 1e-6, as far as the precision of the model allows,
+            if the smaller of N and n·q is at most 8,000, and none if it is larger, because each of
+            them costs an exact inverse.
         tolerance: The relative residual at which conjugate gradients stop.
         max_iterations: The largest number of iterations of conjugate gradients.
         num_probes: The number of random vectors from which errors are estimated.
@@ -85,6 +91,11 @@ def compare(
     max_iterations = check_count(max_iterations, "max_iterations")
     num_probes = check_count(num_probes, "num_probes")
     seed = check_seed(seed)
+    if damping_ratios is not None and not all(0 < ratio < math.inf for ratio in damping_ratios):
+        raise ValueError(
+            "damping_ratios must be positive dampings over the largest eigenvalue, such as 1e-3;"
+            f" got {damping_ratios}"
+        )
     start = time.perf_counter()
     matrix = GaussNewton(model, loss, data)
     precomputation = time.perf_counter() - start
@@ -94,9 +105,11 @@ def compare(
             " or a loss whose Hessian is not zero"
         )
     damping_is_default = damping is None
+    largest = _largest_eigenvalue(matrix)
     if damping is None:
-        damping = 1e-3 * _largest_eigenvalue(matrix)
-    run = _Run(matrix, storage, damping, tolerance, max_iterations, num_probes, seed)
+        damping = 1e-3 * largest
+    inverses = InverseMeasurement(matrix, largest, damping, damping_ratios, seed)
+    run = _Run(matrix, storage, damping, tolerance, max_iterations, num_probes, seed, inverses)
 
     def kfac(**options: Any) -> Callable[[], tuple[SymmetricOperator, str]]:
         return lambda: (KFAC(model, loss, data, seed=seed, **options), "")
@@ -117,6 +130,7 @@ def compare(
         operator, settings = build()
         compressed = operator if isinstance(operator, HMatrix) else compressed
         found.append(run.measure(name, operator, time.perf_counter() - start, settings))
+    found += run.factorized()
     assert compressed is not None
     details = ComparisonDetails(
         matrix,
@@ -130,7 +144,15 @@ def compare(
         datetime.now(timezone.utc),
     )
     return Comparison(
-        matrix.shape[0], matrix.num_points, storage, damping, tolerance, tuple(found), details
+        matrix.shape[0],
+        matrix.num_points,
+        storage,
+        damping,
+        largest,
+        inverses.logdet,
+        tolerance,
+        tuple(found),
+        details,
     )
 
 
@@ -152,7 +174,9 @@ class _Run:
         max_iterations: int,
         num_probes: int,
         seed: int,
+        inverses: InverseMeasurement,
     ) -> None:
+        self._inverses = inverses
         self._matrix, self._storage, self._damping = matrix, storage, damping
         self._tolerance, self._max_iterations, self._seed = tolerance, max_iterations, seed
         generator = torch.Generator().manual_seed(PROBE_SEED + seed)
@@ -203,16 +227,14 @@ class _Run:
     ) -> ComparedMethod:
         """Measure error, times and solves of one method."""
         error = _norm(self._products - operator @ self._probes) / _norm(self._products)
+        residual = iterations = None
+        residuals: tuple[float, ...] = ()
         try:
             factorized = operator.factorize(self._damping)
         except NotFactorizableError:
             factorized = None
-        residual = iterations = None
-        residuals: tuple[float, ...] = ()
         if factorized is not None:
-            solution = factorized.solve(self._rhs)
-            product = self._matrix @ solution + self._damping * solution
-            residual = _norm(self._rhs - product) / _norm(self._rhs)
+            residual = self._residual(factorized)
             result = cg(
                 self._matrix,
                 self._rhs,
@@ -233,7 +255,47 @@ class _Run:
             iterations,
             settings,
             residuals,
+            *self._inverses.measure(operator.factorize),
         )
+
+    def _residual(self, factorized: Factorized) -> float:
+        """Compute the relative residual of a solve, in the exact system."""
+        solution = factorized.solve(self._rhs)
+        product = self._matrix @ solution + self._damping * solution
+        return _norm(self._rhs - product) / _norm(self._rhs)
+
+    def factorized(self) -> list[ComparedMethod]:
+        """Measure what `GaussNewton.factorize` chooses; nothing if the precision is too low."""
+        start = time.perf_counter()
+        try:
+            factorized = self._matrix.factorize(self._damping, seed=self._seed)
+        except ValueError:  # the damping is beyond the precision of the matrix
+            return []
+        seconds = time.perf_counter() - start
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", AccuracyWarning)
+            residual = self._residual(factorized)
+
+        def again(damping: float) -> Factorized:
+            if damping == self._damping:
+                return factorized
+            return self._matrix.factorize(damping, seed=self._seed)
+
+        # An iterative inverse would make an exact one for each log-determinant, which takes long.
+        errors = self._inverses.measure(again, has_logdet=is_exact)
+        method = ComparedMethod(
+            "H.factorize",
+            0.0,
+            factorized.compression_rate,
+            seconds,
+            None,
+            residual,
+            None,
+            factorized.plan.chosen.description,
+            (),
+            *errors,
+        )
+        return [method]
 
     def _time_product(self, operator: SymmetricOperator) -> float:
         columns = self._probes[:, :_NUM_COLUMNS].contiguous()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from os import PathLike
@@ -9,12 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from hcurv.hierarchical import HMatrix
 from hcurv.network.gauss_newton import GaussNewton
+from hcurv.report.inverse_errors import InverseError, percent
 from hcurv.report.looks import GRAY, look_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["ComparedMethod", "Comparison", "ComparisonDetails"]
+__all__ = ["MATRIX_COLUMNS", "ComparedMethod", "Comparison", "ComparisonDetails", "matrix_row"]
+
+MATRIX_COLUMNS = ("method", "error", "storage", "build", "product", "residual", "iterations")
+# Printed lines are at most this many letters long.
+_WIDTH = 100
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,7 @@ class ComparedMethod:
         error: The relative error ‖H − A‖_F/‖H‖_F, estimated with random vectors.
         storage: The number of stored floats, divided by N².
         build_seconds: How long it took to build, from the model or from the exact matrix.
-        product_seconds: How long a product with 16 columns took.
+        product_seconds: How long a product with 16 columns took. None for what is only an inverse.
         solve_residual: The relative residual, in the exact system, of a solve with the method
             alone. None if the method cannot solve.
         num_iterations: How many iterations conjugate gradients on the exact matrix took to reach
@@ -35,6 +41,9 @@ class ComparedMethod:
         settings: What was chosen to fit the budget, in words.
         residuals: The relative residuals of these conjugate gradients, before the first and after
             each iteration. Empty if the method cannot solve.
+        inverse: How wrong its solves, variances and log-determinant are at the damping of the
+            comparison. None for matrix-free, whose solves are as accurate as its tolerance.
+        inverse_range: The same at other dampings, the largest first.
 
     Examples:
         >>> comparison = hcurv.compare(model, loss, inputs, storage=0.5, num_probes=16)
@@ -47,11 +56,13 @@ class ComparedMethod:
     error: float
     storage: float
     build_seconds: float
-    product_seconds: float
+    product_seconds: float | None
     solve_residual: float | None
     num_iterations: int | None
     settings: str
     residuals: tuple[float, ...] = ()
+    inverse: InverseError | None = None
+    inverse_range: tuple[InverseError, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +101,9 @@ class Comparison:
         num_points: The number of data points n.
         storage: The budget, in floats divided by N².
         damping: The damping of all solves.
+        largest_eigenvalue: That of H.
+        logdet: log|H + damping·I|, with which log-determinants were compared. None if it is
+            beyond the precision of the matrix.
         tolerance: The relative residual at which conjugate gradients stop.
         methods: What was measured for each method.
         details: The matrices themselves, which `save_report` needs. `to_dict` leaves them out.
@@ -107,35 +121,78 @@ class Comparison:
     num_points: int
     storage: float
     damping: float
+    largest_eigenvalue: float
+    logdet: float | None
     tolerance: float
     methods: tuple[ComparedMethod, ...]
     details: ComparisonDetails | None = field(default=None, repr=False, compare=False)
 
+    @property
+    def damping_ratios(self) -> tuple[float, ...]:
+        """The other dampings at which inverses were measured, divided by the largest eigenvalue.
+
+        Examples:
+            >>> comparison = hcurv.compare(
+            ...     model, loss, inputs, storage=0.5, num_probes=16, damping_ratios=(1e-2, 1e-4)
+            ... )
+            >>> comparison.damping_ratios
+            (0.01, 0.0001)
+        """
+        measured = next((m.inverse_range for m in self.methods if m.inverse_range), ())
+        return tuple(float(f"{e.damping / self.largest_eigenvalue:.6g}") for e in measured)
+
     def __str__(self) -> str:
-        """Return the table of all methods."""
+        """Return the tables of all methods: matrices first, then their inverses."""
         lines = [
             f"N = {self.size}, n = {self.num_points}, budget {self.storage:.3%} of N², damping"
             f" {self.damping:.2e}, conjugate gradients to {self.tolerance:.0e}",
-            f"{'':26}{'error':>9}{'storage':>10}{'build':>10}{'product':>11}{'residual':>10}"
-            f"{'iterations':>12}",
+            *_columns(MATRIX_COLUMNS, [matrix_row(method) for method in self.methods]),
         ]
-        for method in self.methods:
-            residual = "–" if method.solve_residual is None else f"{method.solve_residual:.1e}"
-            iterations = "–" if method.num_iterations is None else str(method.num_iterations)
-            lines.append(
-                f"{method.name:26}{method.error:>9.1e}{method.storage:>10.3%}"
-                f"{method.build_seconds:>8.2f} s{1e3 * method.product_seconds:>8.1f} ms"
-                f"{residual:>10}{iterations:>12}  {method.settings}".rstrip()
-            )
+        chosen = [f"{method.name}: {method.settings}" for method in self.methods if method.settings]
+        lines += textwrap.wrap("; ".join(chosen), _WIDTH)
+        for title, header, rows in self.inverse_tables():
+            lines += ["", *textwrap.wrap(title, _WIDTH), *_columns(header, rows)]
         return "\n".join(lines)
+
+    def inverse_tables(self) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+        """Return the title, the header and the rows of the tables about inverses.
+
+        Examples:
+            >>> comparison = hcurv.compare(model, loss, inputs, storage=0.5, num_probes=16)
+            >>> title, header, rows = comparison.inverse_tables()[0]
+            >>> header
+            ('method', 'variances', 'solves', 'log-determinant')
+        """
+        measured = [(method, method.inverse) for method in self.methods if method.inverse]
+        known = "" if self.logdet is None else f", where log|H + λI| = {self.logdet:.1f}"
+        tables: list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]] = [
+            (
+                f"Errors of (A + λI)⁻¹ at λ = {self.damping:.2e} ="
+                f" {self.damping / self.largest_eigenvalue:.1e} λ₁{known}",
+                ("method", "variances", "solves", "log-determinant"),
+                [(method.name, *_inverse_cells(inverse)) for method, inverse in measured],
+            )
+        ]
+        if ratios := [f"{ratio:.0e}" for ratio in self.damping_ratios]:
+            tables.append(
+                (
+                    "Median error of variances with other dampings λ, over λ₁ (“–”: no inverse)",
+                    ("method", *ratios),
+                    [
+                        (method.name, *(_share(error.variance) for error in method.inverse_range))
+                        for method, _ in measured
+                    ],
+                )
+            )
+        return tables
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain numbers and strings, ready for JSON.
 
         Examples:
             >>> comparison = hcurv.compare(model, loss, inputs, storage=0.5, num_probes=16)
-            >>> sorted(comparison.to_dict())
-            ['damping', 'methods', 'num_points', 'size', 'storage', 'tolerance']
+            >>> list(comparison.to_dict())[:4]
+            ['size', 'num_points', 'storage', 'damping']
         """
         values = asdict(replace(self, details=None))
         del values["details"]
@@ -193,3 +250,43 @@ class Comparison:
         from hcurv.report import save_report
 
         save_report(self, path, curves=curves)
+
+
+def matrix_row(method: ComparedMethod) -> tuple[str, ...]:
+    """Write what was measured of a method's matrix, in the order of `MATRIX_COLUMNS`."""
+    product = method.product_seconds
+    return (
+        method.name,
+        f"{method.error:.1e}",
+        f"{method.storage:.3%}",
+        f"{method.build_seconds:.2f} s",
+        "–" if product is None else f"{1e3 * product:.1f} ms",
+        "–" if method.solve_residual is None else f"{method.solve_residual:.1e}",
+        "–" if method.num_iterations is None else str(method.num_iterations),
+    )
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else percent(value)
+
+
+def _inverse_cells(error: InverseError) -> tuple[str, ...]:
+    """Write the errors of variances, of solves and of the log-determinant."""
+    if error.failure:
+        return ("–", "–", error.failure)
+    logdet = "not measured"
+    if error.logdet is not None:
+        logdet = f"{error.logdet:+.2f}" if abs(error.logdet) < 10 else f"{error.logdet:+.0f}"
+        if error.logdet_deviation:
+            logdet += f" ± {error.logdet_deviation:.2g}"
+    return (_share(error.variance), _share(error.solve), logdet)
+
+
+def _columns(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    """Write a table of which the first column is text and the others are numbers."""
+    widths = [max(len(row[place]) for row in (header, *rows)) for place in range(len(header))]
+    return [
+        f"{row[0] if row is not header else '':<{widths[0]}}"
+        + "".join(f"{cell:>{width + 3}}" for cell, width in zip(row[1:], widths[1:], strict=True))
+        for row in (header, *rows)
+    ]

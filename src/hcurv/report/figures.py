@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from hcurv.report.comparison import ComparedMethod, Comparison
 
 __all__ = [
+    "LEAST_ERROR",
     "LEVELS",
     "cg_figure",
     "error_figure",
+    "inverse_figure",
     "layer_figure",
     "spectrum_figure",
     "structure_figures",
@@ -38,6 +40,8 @@ __all__ = [
 _WIDTH = 4.3
 # Blocks of this many levels are drawn. Those of finer levels would be too small to see.
 LEVELS = 6
+# Errors of variances below this are drawn there, so that the others are not pressed together.
+LEAST_ERROR = 1e-5
 # Names of layers are cut to this many letters, so that they leave room for the figure.
 _NAME = 16
 _SETTINGS = {
@@ -104,6 +108,29 @@ def error_figure(
         axes.xaxis.set_major_formatter("{x:g}")
         figure.legend(loc="outside lower center", ncols=2, columnspacing=1.0, handlelength=1.8)
         return _svg(figure, "error", label)
+
+
+def inverse_figure(comparison: Comparison, label: str) -> Html:
+    """Draw the errors of variances against the damping, one line for each method."""
+    with _style():
+        figure, axes = _new(4.9)
+        for method in comparison.methods:
+            points = [
+                (error.damping / comparison.largest_eigenvalue, max(error.variance, LEAST_ERROR))
+                for error in method.inverse_range
+                if error.variance is not None
+            ]
+            if points:
+                look = {**look_of(method.name).options(), "markersize": 6, "label": method.name}
+                axes.plot(*zip(*points, strict=True), **look)
+        chosen = comparison.damping / comparison.largest_eigenvalue
+        axes.axvline(chosen, color=GRAY, linestyle=":", label="damping")
+        axes.axhline(1.0, color=GRAY, linewidth=0.8)
+        axes.set(xscale="log", yscale="log", xlabel="damping over the largest eigenvalue, λ/λ₁")
+        axes.set(ylabel="median error of variances")
+        axes.invert_xaxis()
+        figure.legend(loc="outside lower center", ncols=2, columnspacing=1.0, handlelength=2.2)
+        return _svg(figure, "inverse", label)
 
 
 def structure_figures(matrix: HMatrix, labels: tuple[str, str]) -> tuple[Html, Html]:

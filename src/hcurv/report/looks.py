@@ -13,6 +13,7 @@ from typing import Any
 __all__ = ["BLACK", "BLUE", "GRAY", "GREEN", "RED", "SKY", "YELLOW", "Look", "look_of"]
 
 BLACK, GRAY, BLUE, RED = "#000000", "#6b6b6b", "#0072B2", "#D55E00"
+WINE = "#882255"  # of Paul Tol, because there are more methods than colours of Okabe and Ito
 GREEN, PURPLE, YELLOW, ORANGE, SKY = "#009E73", "#CC79A7", "#F0E442", "#E69F00", "#56B4E9"
 
 
@@ -32,7 +33,7 @@ class Look:
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments of Matplotlib's ``plot``. Filled markers get a thin black edge."""
-        is_cross = self.marker == "x"
+        is_cross = self.marker in ("x", "+")
         return {
             "color": self.colour,
             "marker": self.marker,
@@ -52,6 +53,7 @@ _LOOKS = {
     "EKFAC": Look(ORANGE, "D", "-."),
     "diagonal": Look(GRAY, "<", ":"),
     "blocks per unit": Look(SKY, ">", "-."),
+    "H.factorize": Look(WINE, "+", "-"),
 }
 
 # Methods that have no entry above take a colour and a marker from these, which no entry uses.

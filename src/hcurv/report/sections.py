@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 from hcurv.memory import format_bytes
 from hcurv.report import figures
+from hcurv.report.comparison import MATRIX_COLUMNS, matrix_row
 from hcurv.report.findings import Findings
 from hcurv.report.inside import layers, spectrum, structure
+from hcurv.report.inverse_errors import percent
 from hcurv.report.page import Html, element, figure, table, together
 from hcurv.report.settings import how_to_read, settings
 
@@ -24,6 +26,7 @@ def all_sections(
     return [
         ("computed", "What was computed", _computed(comparison, details)),
         ("methods", "Error against storage", _methods(comparison, findings)),
+        ("inverse", "Errors of the inverse", _inverse(comparison)),
         ("structure", "Block structure", structure(details.compressed, findings.tree)),
         ("spectrum", "Spectrum", spectrum(comparison, findings)),
         ("layers", "Curvature of each layer", layers(findings)),
@@ -60,6 +63,7 @@ def headline(comparison: Comparison) -> Html:
         "Conjugate gradients on the exact matrix:"
         f" {_iterations(ours, comparison.tolerance)} with it as preconditioner,"
         f" {_iterations(plain, comparison.tolerance)} without any.",
+        *_about_inverses(comparison),
     ]
     if plain.storage <= comparison.storage:
         lines.append(
@@ -68,12 +72,33 @@ def headline(comparison: Comparison) -> Html:
     return element("div", element("ul", *(element("li", line) for line in lines)), class_="lead")
 
 
+def _about_inverses(comparison: Comparison) -> list[str]:
+    """Say how wrong variances are, by the hierarchical matrix and by the best other method."""
+    found = {
+        method.name: method.inverse.variance
+        for method in comparison.methods
+        if method.inverse is not None and method.inverse.variance is not None
+    }
+    exact, ours = found.pop("H.factorize", None), found.pop("hierarchical", None)
+    told = []
+    if ours is not None and found:
+        best = min(found, key=lambda name: found[name])
+        told.append(
+            f"Variances with damping {comparison.damping:.1e} are wrong by {percent(ours)} with the"
+            f" hierarchical matrix, and by {percent(found[best])} with {best}, the best of the"
+            " other methods (medians)."
+        )
+    if exact is not None:
+        told.append(f"H.factorize inverts the exact matrix: {percent(exact)}.")
+    return told
+
+
 def _against_next_best(comparison: Comparison, ours: ComparedMethod) -> str:
     """Compare the hierarchical matrix with the best of the others that fit into the budget."""
     others = [
         method
         for method in comparison.methods
-        if method.name not in ("hierarchical", "matrix-free")
+        if method.name not in ("hierarchical", "matrix-free", "H.factorize")
         and method.storage <= comparison.storage
     ]
     if not others:
@@ -142,37 +167,16 @@ def _computed(comparison: Comparison, details: ComparisonDetails) -> Html:
 
 
 def _methods(comparison: Comparison, findings: Findings) -> Html:
-    header = (
-        "method",
-        "error",
-        "storage",
-        "build",
-        "product",
-        "residual",
-        "iterations",
-        "settings",
-    )
-    rows = [
-        (
-            method.name,
-            f"{method.error:.1e}",
-            f"{method.storage:.3%}",
-            f"{method.build_seconds:.2f} s",
-            f"{1e3 * method.product_seconds:.1f} ms",
-            "–" if method.solve_residual is None else f"{method.solve_residual:.1e}",
-            "–" if method.num_iterations is None else method.num_iterations,
-            method.settings,
-        )
-        for method in comparison.methods
-    ]
+    header = (*MATRIX_COLUMNS, "settings")
+    rows = [(*matrix_row(method), method.settings) for method in comparison.methods]
     label = "Relative error against storage of every method: " + "; ".join(
         f"{method.name} {method.error:.1e} at {method.storage:.3%}"
         for method in comparison.methods
         if method.error > 0
     )
     caption = (
-        "Lower left is better. Both axes are logarithmic. Matrix-free is exact, so that it is not"
-        " drawn; it stores"
+        "Lower left is better. Both axes are logarithmic. Matrix-free and H.factorize use the exact"
+        " matrix, so that they are not drawn; matrix-free stores"
         f" {_percent(comparison.methods[0].storage)}."
     )
     if findings.curves:
@@ -184,7 +188,41 @@ def _methods(comparison: Comparison, findings: Findings) -> Html:
     drawn = figures.error_figure(comparison, findings.curves, label)
     return together(
         figure(drawn, caption),
-        table("Every method at the budget. “–”: it cannot solve", header, rows, text=1),
+        table(
+            "Every method at the budget. “–”: it cannot solve, or it is not meant for that",
+            header,
+            rows,
+            text=1,
+        ),
+    )
+
+
+def _inverse(comparison: Comparison) -> Html:
+    """Show the errors of solves, variances and log-determinants, at one damping and at others."""
+    parts = [
+        table(title, header, rows, text=1) for title, header, rows in comparison.inverse_tables()
+    ]
+    drawn = [method for method in comparison.methods if _variances(method)]
+    if drawn:
+        label = "Median error of variances against the damping over the largest eigenvalue: "
+        label += "; ".join(f"{method.name} {_variances(method)}" for method in drawn)
+        caption = (
+            "Median relative error of the variances bᵀ(A + λI)⁻¹b of rows b of a root of H, against"
+            " the damping. Lower is better, small dampings are to the right, and both axes are"
+            " logarithmic. Above the horizontal line variances are wrong by more than themselves;"
+            f" errors below {figures.LEAST_ERROR:.0e} are drawn there."
+            " The hierarchical matrix was compressed for the damping of the comparison, the dotted"
+            " line; H.factorize was asked for solves that are right to 1\u00a0%."
+        )
+        parts.insert(0, figure(figures.inverse_figure(comparison, label), caption))
+    return together(*parts)
+
+
+def _variances(method: ComparedMethod) -> str:
+    return ", ".join(
+        f"{percent(error.variance)} at damping {error.damping:.1e}"
+        for error in method.inverse_range
+        if error.variance is not None
     )
 
 
@@ -193,7 +231,7 @@ def _convergence(comparison: Comparison, details: ComparisonDetails) -> Html:
     label = "Residual of conjugate gradients against iterations: " + "; ".join(
         f"{method.name} {_iterations(method, comparison.tolerance)}" for method in solving
     )
-    others = [method.name for method in comparison.methods if not method.residuals]
+    others = [method.name for method in comparison.methods if method.solve_residual is None]
     caption = (
         f"(H + {comparison.damping:.2e} I) x = b with the exact H and a random b, to a residual of"
         f" {comparison.tolerance:.0e} in at most {details.max_iterations} iterations, with each"

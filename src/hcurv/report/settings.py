@@ -25,6 +25,7 @@ def settings(comparison: Comparison, details: ComparisonDetails, curves: bool) -
     options = {
         "storage": comparison.storage,
         "damping": comparison.damping,
+        "damping_ratios": comparison.damping_ratios,
         "tolerance": comparison.tolerance,
         "max_iterations": details.max_iterations,
         "num_probes": details.num_probes,
@@ -78,7 +79,7 @@ _MEANINGS = (
         " is estimated from products with random vectors, the same for all methods, and usually"
         " right to a tenth of itself, so that it cannot decide close calls. It is the measure for"
         " products. It says little about solves and variances, which depend on the eigenvalues near"
-        " the damping: for those, look at the residual.",
+        " the damping: for those, look at the errors of the inverse.",
     ),
     (
         "Storage",
@@ -97,6 +98,15 @@ _MEANINGS = (
         "Residual",
         "‖b − (H + damping·I) x‖ / ‖b‖ with the exact H and one random b, where x is the solution"
         " that the method alone gives. Above 1, x is worse than zero.",
+    ),
+    (
+        "Errors of the inverse",
+        "Variances are bᵀ(A + λI)⁻¹b for random rows b of the root S of H = SᵀS, the gradients of"
+        " outputs, weighted by the loss; solves are (A + λI)⁻¹b, in the norm of H + λI. Both are"
+        " medians of relative errors. The error of the log-determinant is a difference; half of it"
+        " is the error of a log marginal likelihood. The truth is a dense factorization where one"
+        " is affordable. Where it is not, solves with the exact matrix are right to a thousandth,"
+        " and the log-determinant is estimated: ± is then its standard error.",
     ),
     (
         "Iterations",

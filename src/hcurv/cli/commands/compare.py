@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from hcurv.cli import options
-from hcurv.cli.output import check_out, print_document, print_json, print_table, shows_progress
-
-if TYPE_CHECKING:
-    from hcurv.report.comparison import ComparedMethod
+from hcurv.cli.output import check_out, print_document, print_json, shows_progress
 
 __all__ = ["EXAMPLES", "compare"]
 
@@ -48,7 +45,8 @@ def compare(
 ) -> None:
     """Compare with low rank, K-FAC and diagonals.
 
-    All methods get the same network and the same storage budget.
+    All methods get the same network and the same storage budget. The first table shows errors of
+    the matrices, the others errors of their inverses: variances, solves, log-determinants.
     """
     given = options.Given(
         weights,
@@ -83,19 +81,5 @@ def compare(
     if as_json:
         print_json(document)
         return
-    columns = ("method", "error", "storage", "build", "product", "residual", "iterations", "")
-    print_table(columns, [_row(method) for method in comparison.methods])
+    print(f"{comparison}\n")
     print_document({name: v for name, v in document.items() if name != "methods"}, as_json)
-
-
-def _row(method: ComparedMethod) -> tuple[str, ...]:
-    return (
-        method.name,
-        f"{method.error:.1e}",
-        f"{method.storage:.3%}",
-        f"{method.build_seconds:.2f} s",
-        f"{1e3 * method.product_seconds:.1f} ms",
-        "–" if method.solve_residual is None else f"{method.solve_residual:.1e}",
-        "–" if method.num_iterations is None else str(method.num_iterations),
-        method.settings,
-    )

@@ -14,7 +14,9 @@ from hcurv.cli.output import check_out, print_document
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from hcurv.factorized import Factorized
     from hcurv.hierarchical import Factorization, HMatrix
+    from hcurv.operators import SymmetricOperator
 
 __all__ = ["EXAMPLES", "solve"]
 
@@ -23,13 +25,22 @@ EXAMPLES = (
     "hcurv solve A.safetensors --damping 1e-3 --sample 10 --out samples.npy",
     "hcurv solve A.safetensors --damping 1e-3 --inverse-diagonal --out variances.npy",
     "hcurv solve A.safetensors --damping 1e-3 --rhs random --logdet --json",
+    "hcurv solve W.safetensors --data X.npz --activation relu --loss cross-entropy --damping 1e-3"
+    " --rhs b.npy --out x.npy",
 )
 
 
 def solve(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="Compressed matrix A, or a factorization of it.")
-    ],
+        Path | None,
+        typer.Argument(
+            metavar="FILE",
+            help="Compressed matrix A, or a factorization of it; or, with --data and --loss, a"
+            " state dict, for the exact matrix.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
     rhs: Annotated[
         str | None,
         typer.Option(
@@ -58,18 +69,34 @@ def solve(
         float | None,
         typer.Option(
             help="Added to the diagonal; by default what A was made positive definite with. A"
-            " factorization has its own."
+            " factorization has its own. The exact matrix needs one."
+        ),
+    ] = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            help="Relative error of solves with the exact matrix, 1e-2 by default.",
+            show_default=False,
         ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Write the solution, samples or variances, .npy.")
     ] = None,
+    data: options.OptionalData = None,
+    loss: options.OptionalLoss = None,
+    activation: options.Activation = None,
+    output_activation: options.OutputActivation = None,
+    model: options.Factory = None,
+    dtype: options.Dtype = None,
+    data_dir: options.DataFolder = None,
+    num_points: options.NumPoints = None,
     seed: options.Seed = 0,
     as_json: options.Json = False,
 ) -> None:
     """Solve, sample, get variances or the log-determinant.
 
-    All of these belong to the matrix A + damping I, where A is compressed.
+    All of these belong to the matrix A + damping I, where A is compressed, or exact if there are
+    weights and data. The exact matrix is inverted in the way that is predicted to be the fastest.
     """
     num_wanted = (rhs is not None) + (sample is not None) + inverse_diagonal
     if num_wanted > 1:
@@ -78,19 +105,42 @@ def solve(
         raise typer.BadParameter("one of --rhs, --sample, --inverse-diagonal or --logdet is needed")
     if not num_wanted and out is not None:
         raise typer.BadParameter("--out is for --rhs, --sample or --inverse-diagonal")
-    target = check_out(out, file, rhs, suffixes=(".npy",))
+    given = None
+    if data is not None and loss is not None:
+        if damping is None:
+            raise typer.BadParameter("the exact matrix needs --damping")
+        given = options.Given(
+            file,
+            model,
+            activation,
+            output_activation,
+            dtype,
+            loss,
+            data,
+            data_dir,
+            num_points,
+        )
+    elif data is not None or loss is not None or model is not None:
+        raise typer.BadParameter("the exact matrix needs --data and --loss")
+    elif file is None:
+        raise typer.BadParameter("a compressed matrix is needed, or --data, --loss and a model")
+    elif tolerance is not None:
+        raise typer.BadParameter("--tolerance is for the exact matrix, with --data and --loss")
+    target = check_out(out, file, rhs, data, suffixes=(".npy",))
     import torch
 
     from hcurv.cli.arrays import write_array
-    from hcurv.hierarchical import HMatrix, load
 
-    stored = load(file)
-    matrix = stored if isinstance(stored, HMatrix) else None
-    right = None if rhs is None else _right_hand_side(rhs, stored, seed)
     start = time.perf_counter()
-    factors = _factorize(stored, damping, file)
+    matrix, factors = _read(given, file, damping, 1e-2 if tolerance is None else tolerance, seed)
     factorized = time.perf_counter()
+    right = None if rhs is None else _right_hand_side(rhs, factors, seed)
+    begun = time.perf_counter()
     document: dict[str, Any] = {"size": factors.shape[0], "damping": factors.damping}
+    if factors.plan is not None:
+        document["exact"] = True
+        document["way"] = factors.plan.chosen.description
+        document["effective_dimension"] = factors.plan.spectrum.effective_dimension
     result = None
     if right is not None:
         result = factors.solve(right)
@@ -108,37 +158,63 @@ def solve(
         document["relative_residual"] = _residual(matrix, factors.damping, right, result)
     if logdet:
         document["log_determinant"] = float(factors.logdet())
+        # The log-determinant of an iterative inverse may be an estimate.
+        document["standard_error"] = getattr(factors, "logdet_error", None) or None
     document["factorization_seconds"] = None if matrix is None else factorized - start
-    document["solve_seconds"] = None if result is None else solved - factorized
+    document["solve_seconds"] = None if result is None else solved - begun
     if target is not None and result is not None:
         write_array(target, result)
     print_document({**document, "file": target}, as_json)
 
 
-def _factorize(stored: HMatrix | Factorization, damping: float | None, file: Path) -> Factorization:
-    from hcurv.hierarchical import HMatrix
+def _read(
+    given: options.Given | None,
+    file: Path | None,
+    damping: float | None,
+    tolerance: float,
+    seed: int,
+) -> tuple[SymmetricOperator | None, Factorized]:
+    """Read a matrix, exact or compressed, and factorize it; None for a stored factorization."""
+    if given is not None:
+        from hcurv.cli.problem import read_problem
+        from hcurv.network.gauss_newton import GaussNewton
 
-    if not isinstance(stored, HMatrix):
-        number = stored.damping if isinstance(stored.damping, float) else None
-        if damping is not None and damping != number:
-            given = "for each row" if number is None else f"{number:g}"
-            raise ValueError(f"{file} is a factorization with damping {given}: leave --damping out")
-        return stored
+        assert damping is not None
+        problem = read_problem(given)
+        exact = GaussNewton(problem.model, problem.loss, problem.data)
+        return exact, exact.factorize(damping, tolerance, seed=seed)
+    from hcurv.hierarchical import FileFormatError, HMatrix, load
+
+    assert file is not None
+    try:
+        stored = load(file)
+    except FileFormatError as error:
+        raise FileFormatError(f"{error}; a state dict needs --data and --loss") from error
+    if isinstance(stored, HMatrix):
+        return stored, _factorize(stored, damping, file)
+    number = stored.damping if isinstance(stored.damping, float) else None
+    if damping is not None and damping != number:
+        shown = "for each row" if number is None else f"{number:g}"
+        raise ValueError(f"{file} is a factorization with damping {shown}: leave --damping out")
+    return None, stored
+
+
+def _factorize(matrix: HMatrix, damping: float | None, file: Path) -> Factorization:
     if damping is None:
-        damping = stored.record.damping
+        damping = matrix.record.damping
     if damping is None:
         raise ValueError(f"{file} was compressed without a damping: give one with --damping")
-    return stored.factorize(damping)
+    return matrix.factorize(damping)
 
 
-def _right_hand_side(rhs: str, stored: HMatrix | Factorization, seed: int) -> Tensor:
+def _right_hand_side(rhs: str, factors: Factorized, seed: int) -> Tensor:
     import torch
 
     from hcurv.cli.arrays import read_array
 
-    size = stored.shape[0]
+    size = factors.shape[0]
     if rhs == "random":
-        return torch.randn(size, dtype=stored.dtype, generator=torch.Generator().manual_seed(seed))
+        return torch.randn(size, dtype=factors.dtype, generator=torch.Generator().manual_seed(seed))
     values = read_array(Path(rhs))
     if values.ndim not in (1, 2) or values.shape[0] != size:
         raise ValueError(
@@ -146,11 +222,11 @@ def _right_hand_side(rhs: str, stored: HMatrix | Factorization, seed: int) -> Te
         )
     if not bool(torch.isfinite(values).all()):
         raise ValueError(f"{rhs} has NaN or infinite values")
-    return values.to(stored.dtype)
+    return values.to(factors.dtype)
 
 
 def _residual(
-    matrix: HMatrix | None, damping: float | Tensor, right: Tensor, solution: Tensor
+    matrix: SymmetricOperator | None, damping: float | Tensor, right: Tensor, solution: Tensor
 ) -> float | None:
     """Compute ‖b − (A + D) x‖ / ‖b‖, or None where A is not known or b is zero.
 
