@@ -103,9 +103,10 @@ def random_problem(index: int) -> Problem:
     generator = torch.Generator().manual_seed(index)
     numbers = torch.rand(8, generator=generator).tolist()
     dtype = torch.float32 if index % 2 else torch.float64
-    # Compressing takes longest: a tenth of the problems each for the two kinds of it.
-    kinds = ("compressed", *("low rank", "diagonal", "K-FAC") * 2, "damped", "low rank", "K-FAC")
-    kind = kinds[index // 8 % len(kinds)]
+    # Compressing takes longest: an eighth of the problems, for one or the other kind of it.
+    kinds = ("low rank", "diagonal", "K-FAC", "low rank", "K-FAC", "diagonal", "low rank")
+    compressed = "compressed" if index % 16 < 8 else "damped"
+    kind = (*kinds, compressed)[(index + index // 8) % 8]
     if index % 8 < 6:
         matrix, root, kfac = random_network(numbers, index, dtype)
         dense, probes = root.T @ root, root.T

@@ -132,8 +132,8 @@ def certify(
         seed: the seed of the probes, which differ from those of any build.
 
     Examples:
-        >>> accuracy = hcurv.certify(hcurv.compress(H, tolerance=0.3), H, damping=1e-2)
-        >>> accuracy.variance.value > 0.1  # too rough for this damping
+        >>> low_rank = hcurv.baselines.LowRank(H, rank=5)
+        >>> hcurv.certify(low_rank, H, damping=1e-3).variance.value > 0.1  # far too rough
         True
         >>> better = hcurv.compress(H, damping=1e-2, tolerance=1e-2)
         >>> hcurv.certify(better, H, damping=1e-2).variance.value < 2e-2
