@@ -8,8 +8,8 @@ gradients, conjugate gradients with a Nyström preconditioner of the rank that t
 dense Cholesky factorization. The rivals stop at a relative residual of 1e-2, which is less than
 what the default promises. Then every other way that ``method=`` can force, to see whether the
 choice was good. Errors are those against a dense truth in double precision, where there is one, and
-else against solves to 1e-6. Rivals that were seen to take long at one damping are left out at
-smaller ones, and marked "-".
+else against solves to 3e-4, whose variances are right to 1e-7. Rivals that were seen to take long
+at one damping are left out at smaller ones, and marked "-".
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Bench:
         self._truth = Truth(task) if small else None
         print(
             f"\n{name}: N = {matrix.shape[0]}, n·q = {matrix.num_root_rows}, λ₁ ="
-            f" {self._largest:.3g}, truth {'dense' if small else 'by solves to 1e-6'}",
+            f" {self._largest:.3g}, truth {'dense' if small else 'by solves to 3e-4'}",
             flush=True,
         )
 
@@ -194,7 +194,7 @@ class Bench:
         if self._truth is not None:
             expected = self._truth.solve(checked, damping)
         else:
-            expected = matrix.factorize(damping, tolerance=1e-4).solve(checked).double()
+            expected = matrix.factorize(damping, tolerance=1e-3).solve(checked).double()
         median, high = variance_errors(factorized.solve(checked), checked, expected)
         residual = matrix @ solved + damping * solved - columns
         worst = float((residual.norm(dim=0) / columns.norm(dim=0)).max())

@@ -42,6 +42,9 @@ _MAX_PROBES = 128
 # The error bar of a log-determinant shall be this share of N for a tolerance of 1: two standard
 # errors are then at most 0.001·N for the default tolerance of 1e-2.
 _LOGDET_SHARE = 0.05
+# Solves aim at this share of the tolerance. Errors of single columns are estimated to a factor of
+# two or three, and rank correlations of influence scores fall below 0.999 with errors of 1e-2.
+_AIM = 0.3
 # Iterations of a solve before it gives up with a warning.
 _MAX_ITERATIONS = 5000
 # A diagonal entry of the inverse is at least this share of what the stand-in says.
@@ -149,7 +152,7 @@ class IterativeFactorization(Factorized):
             self.product,
             rhs.to(self._matrix.dtype),
             precondition=self._precondition,
-            tolerance=self._tolerance if tolerance is None else tolerance,
+            tolerance=_AIM * self._tolerance if tolerance is None else tolerance,
             max_iterations=_MAX_ITERATIONS,
             start=start,
         )
@@ -162,7 +165,8 @@ class IterativeFactorization(Factorized):
         if rhs.shape[1] == 0:
             return torch.zeros_like(rhs)
         found = self.iterate(rhs)
-        if not found.converged:
+        worst = max(float(found.residuals.max()), float(found.errors.max()))
+        if not worst <= self._tolerance:
             self._warn(found)
         return found.solution.to(rhs.dtype)
 
