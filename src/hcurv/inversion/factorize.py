@@ -113,7 +113,7 @@ class _Inversion:
             )
 
     def _working_precision(self, condition: float) -> torch.dtype:
-        """Double precision, unless rounding of H in single precision is below the tolerance.
+        """The precision of dense factorizations: that of the model, if rounding allows it.
 
         Rounding changes H by about eps·λ₁, which a solve with damping λ multiplies by 1/λ at worst.
         Measured variances are 100 times more accurate than that.
@@ -187,13 +187,13 @@ class _Inversion:
         return chosen, ways, spectrum
 
     def _go(self, way: Way, ways: list[Way]) -> Factorized:
-        exact = self._matrix.in_precision(self._dtype)
         dtype = self._matrix.dtype
         if way.name == "parameters":
-            block = exact.block(self._rows, self._rows)
+            block = self._matrix.in_precision(self._dtype).block(self._rows, self._rows)
             size = self._matrix.shape[0]
             return DenseFactorization.of(block, self._rows, self._damping, size, dtype)
         if way.name == "samples":
+            exact = self._matrix.in_precision(self._dtype)
             return SampleSpaceFactorization.of(exact, self._damping, dtype)
         if way.name == "compressed-samples":
             working = self._inner_precision()
@@ -217,8 +217,15 @@ class _Inversion:
             stand_in = self._subset(way.size)
         else:
             stand_in = self._sketch.stand_in()
+        precise = None if self._dtype == dtype else lambda: self._matrix.in_precision(self._dtype)
         return IterativeFactorization(
-            exact, stand_in, self._damping, self._tolerance, dtype, self._fallback(way, ways)
+            self._matrix,
+            stand_in,
+            self._damping,
+            self._tolerance,
+            dtype,
+            self._fallback(way, ways),
+            precise,
         )
 
     def _inner_precision(self) -> torch.dtype:

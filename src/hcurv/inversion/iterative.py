@@ -94,6 +94,8 @@ class IterativeFactorization(Factorized):
         tolerance: relative residual and relative error of solves.
         dtype: type of right-hand sides and solutions.
         exact: makes an exact factorization, or None where that would take too long or too much.
+        precise: makes H in double precision, for solves that rounding keeps from the tolerance;
+            None if there is no need.
     """
 
     def __init__(
@@ -104,10 +106,11 @@ class IterativeFactorization(Factorized):
         tolerance: float,
         dtype: torch.dtype,
         exact: Callable[[], Factorized] | None = None,
+        precise: Callable[[], SymmetricOperator] | None = None,
     ) -> None:
         super().__init__(damping)
         self._matrix, self._stand_in, self._tolerance = matrix, stand_in, tolerance
-        self._dtype, self._make_exact = dtype, exact
+        self._dtype, self._make_exact, self._make_precise = dtype, exact, precise
         self._diagonal = damping.diagonal(matrix.shape[0], matrix.device).to(matrix.dtype)[:, None]
 
     @property
@@ -147,14 +150,32 @@ class IterativeFactorization(Factorized):
     def iterate(
         self, rhs: Tensor, tolerance: float | None = None, start: Tensor | None = None
     ) -> BlockResult:
-        """Solve for columns (N, k), in the precision that is worked in."""
-        return block_cg(
+        """Solve for columns (N, k), in the precision that is worked in.
+
+        Products Sᵀ(S v) in single precision change a solution by about eps·√(λ₁/λ) in the norm of
+        H + D, but a residual by up to eps·λ₁/λ. So most right-hand sides reach the tolerance even
+        where λ₁/λ is beyond 1/eps. Those that do not are finished in double precision.
+        """
+        aim = _AIM * self._tolerance if tolerance is None else tolerance
+        found = block_cg(
             self.product,
             rhs.to(self._matrix.dtype),
             precondition=self._precondition,
-            tolerance=_AIM * self._tolerance if tolerance is None else tolerance,
+            tolerance=aim,
             max_iterations=_MAX_ITERATIONS,
             start=start,
+        )
+        if found.converged or self._precise is None:
+            return found
+        return self._precise.iterate(rhs, aim, found.solution.to(self._precise._matrix.dtype))
+
+    @cached_property
+    def _precise(self) -> IterativeFactorization | None:
+        """The same in double precision, made when a solve first needs it."""
+        if self._make_precise is None:
+            return None
+        return IterativeFactorization(
+            self._make_precise(), self._stand_in, self._damping, self._tolerance, self._dtype
         )
 
     def _precondition(self, columns: Tensor) -> Tensor:
@@ -209,6 +230,8 @@ class IterativeFactorization(Factorized):
 
     def quadrature(self, num_probes: int, seed: int) -> Quadrature:
         """Quadratures of Gᵀ(H + D)G for some random probes."""
+        if self._precise is not None:
+            return self._precise.quadrature(num_probes, seed)
         factorized = self._stand_in.factorized
         generator = torch.Generator().manual_seed(PROBE_SEED + seed)
         noise = torch.randn(
@@ -286,4 +309,5 @@ class IterativeFactorization(Factorized):
             self._tolerance,
             self._dtype if dtype is None else dtype,
             self._make_exact,
+            self._make_precise,
         )

@@ -151,9 +151,9 @@ class CostModel:
         self._speed = machine_speed(dtype, matrix.device)
         free = available_bytes(matrix.device)
         self._most = math.inf if free is None else _MEMORY_SHARE * free
-        # Double precision takes twice as long.
-        doubled = 2.0 if dtype != matrix.dtype else 1.0
-        self._column, self._own_column = doubled * seconds_per_column, seconds_per_column
+        # Iterations work in the precision of the model. Double precision takes twice as long.
+        self._column = seconds_per_column
+        self._exact_column = (2.0 if dtype != matrix.dtype else 1.0) * seconds_per_column
         self._copies = matrix.num_stored * dtype.itemsize if dtype != matrix.dtype else 0
 
     def ways(self, spectrum: Spectrum, ranks: list[int]) -> list[Way]:
@@ -183,7 +183,7 @@ class CostModel:
     def samples(self, spectrum: Spectrum) -> Way:
         """A dense Cholesky factorization of I + S D⁻¹ Sᵀ."""
         rows = self._matrix.num_root_rows
-        seconds = self._kernel(rows) + self._triangular(rows) + NUM_COLUMNS * self._column
+        seconds = self._kernel(rows) + self._triangular(rows) + NUM_COLUMNS * self._exact_column
         return self._way("samples", seconds, 2 * rows**2, self._rounding(spectrum))
 
     def iterations(self, spectrum: Spectrum, rank: int) -> Way:
@@ -193,7 +193,7 @@ class CostModel:
         count = self._num_iterations(1 + spectrum.eigenvalue(index))
         nystrom = _NYSTROM_FLOPS * size * rank**2 / self._speed
         one = self._iteration() + 4 * size * rank * NUM_COLUMNS / (0.3 * self._speed)
-        seconds = rank * self._own_column + nystrom + count * one
+        seconds = rank * self._column + nystrom + count * one
         floats = size * (6 * NUM_COLUMNS + 4 * rank)
         return self._way("iterations", seconds, floats, self._tolerance, rank)
 
@@ -207,7 +207,7 @@ class CostModel:
         count = self._num_iterations(1 + 7 * (10 * dimension / rows) ** 2)
         share = points / self._matrix.num_points
         one = self._iteration() + self._triangular(rows) + share * NUM_COLUMNS * self._column
-        seconds = _SCORE_COLUMNS * self._own_column + self._kernel(rows) + count * one
+        seconds = _SCORE_COLUMNS * self._column + self._kernel(rows) + count * one
         floats = 2 * rows**2 + 6 * NUM_COLUMNS * self._matrix.shape[0]
         return self._way("subset", seconds, floats, self._tolerance, points)
 
@@ -221,7 +221,7 @@ class CostModel:
 
     def _built(self, name: WayName, size: int, spectrum: Spectrum) -> Way:
         digits = max(1.0, math.log10(1 + spectrum.largest))
-        building = _BUILD_COLUMNS * self._own_column + _BUILD_SECONDS * size * digits
+        building = _BUILD_COLUMNS * self._column + _BUILD_SECONDS * size * digits
         count = _BUILT_ITERATIONS * (digits if name == "compressed-samples" else 1)
         one = self._iteration() + 2e-7 * size * digits
         floats = _BUILT_FLOATS * digits * size * 2
