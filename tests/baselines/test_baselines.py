@@ -140,10 +140,10 @@ def test_diagonal_and_blocks(name: str, dtype: torch.dtype) -> None:
     operator = case.operator(dtype)
     exact = oracles.gauss_newton(case.build(), case.loss_of_outputs, case.inputs)
     check_operator(Diagonal(operator), torch.diag(exact.diagonal()))
-    units, _ = operator.factors.locate(torch.arange(operator.shape[0]))
+    units, _ = operator.root.factors.locate(torch.arange(operator.shape[0]))
     same = units[:, None] == units
     check_operator(BlockDiagonal(operator, "unit"), exact * same)
-    ends = torch.tensor([slot.units.stop for slot in operator.factors.layers])
+    ends = torch.tensor([slot.units.stop for slot in operator.root.factors.layers])
     layers = torch.searchsorted(ends, units, right=True)
     check_operator(BlockDiagonal(operator, "layer"), exact * (layers[:, None] == layers))
 

@@ -74,7 +74,7 @@ def test_blocks_equal_the_oracle(case: Case, dtype: torch.dtype) -> None:
 def check_tuned(name: str, tuning: BlockTuning) -> None:
     operator = CASES[name].operator()
     evaluate = functools.partial(
-        block_batches.blocks, operator.factors, workspace=2**28, tuning=tuning
+        block_batches.blocks, operator.root.factors, workspace=2**28, tuning=tuning
     )
     check_blocks(operator, dense(CASES[name]), evaluate)
 
@@ -109,7 +109,7 @@ def test_every_way_gives_the_same(name: str, tuning: BlockTuning) -> None:
 @all_cases
 def test_little_workspace_changes_nothing(case: Case) -> None:
     operator = case.operator()  # small blocks together, others alone
-    evaluate = functools.partial(block_batches.blocks, operator.factors, workspace=8000)
+    evaluate = functools.partial(block_batches.blocks, operator.root.factors, workspace=8000)
     check_blocks(operator, dense(case), evaluate)
 
 
@@ -265,8 +265,8 @@ def test_sampled_blocks_are_made_of_sampled_pairs(name: str, scheme: Scheme) -> 
     assert torch.equal(values[3], sampled.block(rows[3], cols[3]))
     square = sampled.blocks(rows, rows)
     assert torch.equal(square, square.mT)
-    factors = CASES[name].operator(torch.float32).factors
-    slow = SampledEntries(factors, 5, scheme, seed=3, workspace=1500)
+    root = CASES[name].operator(torch.float32).root
+    slow = SampledEntries(root, 5, scheme, seed=3, workspace=1500)
     assert torch.equal(slow.blocks(rows, cols), values)
 
 

@@ -149,12 +149,12 @@ def test_memory_is_known_before_it_is_taken(case: Case) -> None:
     ],
 )
 def test_wide_outputs_are_stored_in_gram_form(name: str, kind: type) -> None:
-    assert isinstance(CASES[name].operator().factors.jacobian, kind)
+    assert isinstance(CASES[name].operator().root.factors.jacobian, kind)
 
 
 @all_cases
 def test_inner_products_of_columns_are_the_gram_values(case: Case) -> None:
-    factors = case.operator().factors
+    factors = case.operator().root.factors
     jacobian, points = factors.jacobian, slice(0, min(3, factors.num_points))
     columns, num_floats = {}, 0
     for group in jacobian.groups:
@@ -324,7 +324,7 @@ def test_subnormal_numbers_are_flushed() -> None:
         model[0].bias.copy_(torch.tensor([-100.0, -60.0, 0.0]))
         model[2].bias.copy_(torch.linspace(-110, 0, 9))
     inputs = normal(6, 4).float() * torch.tensor([1.0, 1e-41, 1e-20, 1.0])
-    factors = hcurv.GaussNewton(model, nn.MSELoss(), inputs).factors
+    factors = hcurv.GaussNewton(model, nn.MSELoss(), inputs).root.factors
     tiny = torch.finfo(torch.float32).tiny
     for tensor in (factors.inputs, *factors.jacobian.tensors):
         assert ((tensor == 0) | (tensor.abs() >= tiny)).all()

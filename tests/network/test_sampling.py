@@ -167,7 +167,7 @@ def test_values_depend_on_seed_and_indices_alone(name: str, scheme: Scheme) -> N
     again = CASES[name].operator(torch.float32).sample_entries(5, scheme, seed=3)
     assert torch.equal(again.block(rows, cols), whole[rows][:, cols])
     for workspace, cache_bytes in ((2**28, 1), (2**28, 3000), (2**28, 10_000), (5000, 10_000)):
-        slow = SampledEntries(operator.factors, 5, scheme, 3, workspace, cache_bytes)
+        slow = SampledEntries(operator.root, 5, scheme, 3, workspace, cache_bytes)
         assert torch.equal(slow.block(rows, cols), whole[rows][:, cols])
     assert sampled.block(rows, []).shape == (30, 0)
     assert sampled.block([], cols).shape == (0, 17)

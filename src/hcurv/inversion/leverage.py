@@ -74,7 +74,7 @@ def approximate_scores(matrix: FactoredMatrix, damping: Damping, seed: int = 0) 
     rows = max(1, matrix.num_root_rows // matrix.num_points)
     few = min(matrix.num_points, max(1, _FIRST_ROWS // rows))
     seed ^= _SCORE_SEED
-    points, weights = draw_points(matrix.factors.point_norms(), few, seed)
+    points, weights = draw_points(matrix.root.point_norms(), few, seed)
     first = SampleSpaceFactorization.of(matrix.of_points(points, weights), damping, matrix.dtype)
     scores = leverage_scores(matrix, first, _NUM_SAMPLES, seed)
     return scores + _FLOOR * scores.mean()

@@ -29,8 +29,6 @@ WayName: TypeAlias = Literal[
 # forming a dense matrix from the factors about this one, and triangular solves with few columns
 # this one (measured on two cores of x86).
 _CHOLESKY_SPEED, _FORMING_SPEED, _TRIANGULAR_SPEED = 0.6, 0.4, 0.1
-# A pass over a dense kernel (multiply, add, write) costs as much as this many flops per entry.
-_PASS_FLOPS = 60
 # Plans are made for this many right-hand sides.
 NUM_COLUMNS = 16
 # The share of free memory that a way may take.
@@ -229,11 +227,8 @@ class CostModel:
 
     def _kernel(self, rows: float) -> float:
         """Seconds to form and factorize a kernel."""
-        matrix = self._matrix
-        units, inputs = matrix.factors.num_units, matrix.factors.inputs.shape[0]
-        per_point = matrix.num_root_rows / matrix.num_points
-        per_entry = units + inputs / per_point**2 + len(matrix.layout.layers) * _PASS_FLOPS
-        return rows**2 * per_entry / self._speed + self._factoring(rows)
+        forming = rows**2 * self._matrix.root.kernel_flops / self._speed
+        return forming + self._factoring(rows)
 
     def _factoring(self, size: float) -> float:
         return size**3 / 3 / (_CHOLESKY_SPEED * self._speed)

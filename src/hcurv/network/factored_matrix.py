@@ -1,4 +1,4 @@
-"""A matrix H = SᵀS whose layer factors are stored: exact entries, blocks and products."""
+"""A matrix H = SᵀS whose root S is known: exact entries, blocks and products."""
 
 from __future__ import annotations
 
@@ -9,64 +9,64 @@ from hcurv.factorized import Damping, DampingLike, as_damping
 from hcurv.indexing import Index, Indices, resolve_indices, resolve_pairs
 from hcurv.layout import ParameterLayout
 from hcurv.memory import require_bytes
-from hcurv.network import block_batches, entries, products
+from hcurv.network.block_batches import resolve_blocks
 from hcurv.network.kernel import TangentKernel
-from hcurv.network.layer_factors import LayerFactors
+from hcurv.network.root import Root
 from hcurv.operators import EntryOperator
 
 __all__ = ["FactoredMatrix"]
 
 
 class FactoredMatrix(EntryOperator):
-    """H = SᵀS, with the root S known by the factors of all layers (paper, Theorem 3.1).
+    """H = SᵀS, with the root S known by the Jacobians of all layers (paper, Theorem 3.1).
 
     Args:
-        factors: what the entries are made of.
+        root: S.
         workspace: the number of bytes of temporary memory that one call may use beyond its result.
     """
 
-    def __init__(self, factors: LayerFactors, workspace: int) -> None:
-        self._factors, self._workspace = factors, workspace
+    def __init__(self, root: Root, workspace: int) -> None:
+        self._root, self._workspace = root, workspace
 
     @property
     def shape(self) -> tuple[int, int]:
         """``(N, N)``, where N is the number of parameters with ``requires_grad``."""
-        return (self._factors.num_parameters, self._factors.num_parameters)
+        return (self._root.layout.size, self._root.layout.size)
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of the model's parameters."""
-        return self._factors.inputs.dtype
+        return self._root.dtype
 
     @property
     def device(self) -> torch.device:
         """The device of the model's parameters."""
-        return self._factors.inputs.device
+        return self._root.device
 
     @property
     def num_points(self) -> int:
         """The number n of data points."""
-        return self._factors.num_points
+        return self._root.num_points
 
     @property
     def num_stored(self) -> int:
         """The number of floats that the precomputation stored."""
-        return self._factors.num_stored
+        return self._root.num_stored
 
     @property
     def layout(self) -> ParameterLayout:
         """The names, shapes and places of the parameters in the flat vector."""
-        return self._factors.layout
+        return self._root.layout
 
     @property
     def num_root_rows(self) -> int:
         """The number of rows of the root S, H = SᵀS: n points with q rows each."""
-        return self.num_points * self._factors.jacobian.num_rows
+        return self.num_points * self._root.num_rows
 
     @property
-    def factors(self) -> LayerFactors:
-        """The layer inputs and output Jacobians that the precomputation stored."""
-        return self._factors
+    def root(self) -> Root:
+        """The root S of H = SᵀS, as the precomputation stored it."""
+        return self._root
 
     @property
     def workspace(self) -> int:
@@ -83,7 +83,7 @@ class FactoredMatrix(EntryOperator):
             >>> H.in_precision(torch.float32).dtype
             torch.float32
         """
-        return FactoredMatrix(self._factors.to(dtype), self._workspace)
+        return FactoredMatrix(self._root.to(dtype), self._workspace)
 
     def of_points(self, points: Tensor, weights: Tensor) -> FactoredMatrix:
         """The sum over some of the points alone, each with a weight.
@@ -94,11 +94,11 @@ class FactoredMatrix(EntryOperator):
             >>> torch.allclose(first.to_dense() + rest.to_dense(), H.to_dense())
             True
         """
-        chosen = self._factors.select(points, weights.sqrt().to(self.dtype))
+        chosen = self._root.select(points, weights.sqrt().to(self.dtype))
         return FactoredMatrix(chosen, self._workspace)
 
     def _matmat(self, rhs: Tensor) -> Tensor:
-        return products.product(self._factors, rhs, self._workspace)
+        return self._root.product(rhs, self._workspace)
 
     def root_product(self, rhs: Tensor) -> Tensor:
         """Multiply the tall root S = RJ of H = SᵀS by vectors.
@@ -119,7 +119,7 @@ class FactoredMatrix(EntryOperator):
         self._check_vectors(rhs)
         with torch.no_grad():
             columns = rhs.detach() if rhs.ndim == 2 else rhs.detach()[:, None]
-            result = products.root_product(self._factors, columns, self._workspace)
+            result = self._root.apply(columns, self._workspace)
         return result if rhs.ndim == 2 else result.squeeze(1)
 
     def root_transposed(self, values: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class FactoredMatrix(EntryOperator):
             )
         with torch.no_grad():
             columns = values.detach() if values.ndim == 2 else values.detach()[:, None]
-            result = products.root_transposed(self._factors, columns, self._workspace)
+            result = self._root.apply_transposed(columns, self._workspace)
         return result if values.ndim == 2 else result.squeeze(1)
 
     def root_columns(self, index: Indices) -> Tensor:
@@ -156,7 +156,7 @@ class FactoredMatrix(EntryOperator):
         """
         with torch.no_grad():
             columns = resolve_indices(index, self.shape[0], self.device, "index")
-            return products.root_columns(self._factors, columns)
+            return self._root.columns(columns)
 
     def kernel(self, damping: DampingLike | Damping = 1.0) -> TangentKernel:
         """The tangent kernel K = S D⁻¹ Sᵀ, weighted by the loss, for H = SᵀS: (n·q, n·q).
@@ -177,7 +177,7 @@ class FactoredMatrix(EntryOperator):
         """
         resolved = as_damping(damping, self.shape[0], self.layout)
         with torch.no_grad():
-            return TangentKernel(self._factors, resolved, self._workspace)
+            return TangentKernel(self._root, resolved, self._workspace)
 
     def diagonal(self) -> Tensor:
         """Compute all N diagonal entries, exactly.
@@ -186,7 +186,7 @@ class FactoredMatrix(EntryOperator):
             >>> torch.allclose(H.diagonal(), H.to_dense().diagonal())
             True
         """
-        return products.diagonal(self._factors, self._workspace)
+        return self._root.diagonal(self._workspace)
 
     def block(self, rows: Index, cols: Index) -> Tensor:
         """Compute the dense block ``rows`` x ``cols``, exactly; it always has two dimensions.
@@ -212,7 +212,7 @@ class FactoredMatrix(EntryOperator):
                 f"a dense block of {row_index.numel()} x {col_index.numel()} entries",
                 ("ask for fewer rows or columns at a time", "use H @ v instead of a dense block"),
             )
-            return entries.block(self._factors, row_index, col_index, self._workspace)
+            return self._root.block(row_index, col_index, self._workspace)
 
     def blocks(self, rows: Tensor, cols: Tensor) -> Tensor:
         """Compute many blocks H[rows[b], cols[b]] of equal size, exactly.
@@ -233,9 +233,7 @@ class FactoredMatrix(EntryOperator):
             True
         """
         with torch.no_grad():
-            row_index, col_index = block_batches.resolve_blocks(
-                rows, cols, self.shape[0], self.device
-            )
+            row_index, col_index = resolve_blocks(rows, cols, self.shape[0], self.device)
             size = row_index.numel() * col_index.shape[1] * self.dtype.itemsize
             require_bytes(
                 size + self._workspace,
@@ -243,7 +241,7 @@ class FactoredMatrix(EntryOperator):
                 f"{len(row_index)} blocks of {row_index.shape[1]} x {col_index.shape[1]} entries",
                 ("ask for fewer blocks at a time", "ask for smaller blocks"),
             )
-            return block_batches.blocks(self._factors, row_index, col_index, self._workspace)
+            return self._root.blocks(row_index, col_index, self._workspace)
 
     def orders(self) -> dict[str, Tensor]:
         """Return orders of the parameters that follow the network, each a permutation (N,).
@@ -258,7 +256,7 @@ class FactoredMatrix(EntryOperator):
             >>> H.orders()["layer-output-input"][:6]  # four weights and the bias of unit 0, ...
             tensor([ 0,  1,  2,  3, 24,  4])
         """
-        return self._factors.structural_orders()
+        return self._root.orders()
 
     def pairs(self, rows: Indices, cols: Indices) -> Tensor:
         """Compute the entries H[rows[j], cols[j]], exactly.
@@ -276,7 +274,7 @@ class FactoredMatrix(EntryOperator):
         """
         with torch.no_grad():
             index = resolve_pairs(rows, cols, self.shape[0], self.device)
-            return entries.pairs(self._factors, *index, self._workspace)
+            return self._root.pairs(*index, self._workspace)
 
     def to_dense(self) -> Tensor:
         """Compute the whole matrix, (N, N), if there is memory for it.

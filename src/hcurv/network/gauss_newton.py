@@ -14,6 +14,7 @@ from hcurv.indexing import check_count, check_seed
 from hcurv.losses import Loss
 from hcurv.network import products
 from hcurv.network.batches import Data, convert_targets
+from hcurv.network.chain_root import ChainRoot
 from hcurv.network.factored_matrix import FactoredMatrix
 from hcurv.network.precompute import compute_factors
 from hcurv.network.problem import check_targets, loss_scale, read_problem
@@ -78,7 +79,7 @@ class GaussNewton(FactoredMatrix):
             tqdm(total=problem.num_points, unit="points", disable=not progress) as bar,
         ):
             factors = compute_factors(problem, int(workspace), bar.update)
-        super().__init__(factors, int(workspace))
+        super().__init__(ChainRoot(factors), int(workspace))
 
     def __repr__(self) -> str:
         """Describe the size, the data and the memory in one line."""
@@ -112,7 +113,7 @@ class GaussNewton(FactoredMatrix):
             True
         """
         with torch.no_grad():
-            return SampledEntries(self._factors, num_samples, scheme, seed, self._workspace)
+            return SampledEntries(self._root, num_samples, scheme, seed, self._workspace)
 
     def subsample(
         self, num_points: int, seed: int = 0, *, damping: DampingLike | None = None
@@ -152,7 +153,7 @@ class GaussNewton(FactoredMatrix):
             scores = self._point_scores(damping, seed)
             points, weights = draw_points(scores, num_points, seed)
             result = copy.copy(self)
-            result._factors = self._factors.select(points, weights.sqrt().to(self.dtype))
+            result._root = self._root.select(points, weights.sqrt().to(self.dtype))
             result._points = self.points[points]
             result._targets = None if self._targets is None else self._targets[points]
             earlier = 1.0 if self._point_weights is None else self._point_weights[points]
@@ -162,7 +163,7 @@ class GaussNewton(FactoredMatrix):
     def _point_scores(self, damping: DampingLike | None, seed: int) -> Tensor:
         """What points are drawn in proportion to, (n,)."""
         if damping is None:
-            return self._factors.point_norms()
+            return self._root.point_norms()
         from hcurv.inversion.leverage import approximate_scores
 
         resolved = as_damping(damping, self.shape[0], self.layout)
@@ -264,12 +265,12 @@ class GaussNewton(FactoredMatrix):
         shape = (self.num_points, self._network.num_outputs)
         check_targets(self._loss, *shape, targets)
         if self._point_weights is None:
-            weights = torch.full_like(
-                self._factors.inputs[0], loss_scale(self._loss, *shape, targets)
-            )
+            weights = torch.full(
+                shape[:1], loss_scale(self._loss, *shape, targets), dtype=self.dtype
+            ).to(self.device)
         else:  # This matrix was made by `subsample`, and estimates the gradient over all points.
             weights = (self._scale * self._point_weights).to(self.dtype)
         with torch.no_grad():
             return products.gradient(
-                self._network, self._factors, self._loss, targets, weights, self._workspace
+                self._network, self._root.factors, self._loss, targets, weights, self._workspace
             )

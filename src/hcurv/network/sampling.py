@@ -5,13 +5,13 @@ w(t) = ‖v_k(t)‖ ‖v_m(t)‖ and S = Σ_t w(t) (Eq. 3.6), the estimator of E
 
     H̃_km = (S/c) Σ_j ρ(t_j),    ρ(t) = v_k(t)ᵀ v_m(t) / w(t)  in [-1, 1].
 
-Norms are products, ‖v_k(t)‖ = ‖C_t[:, μ]‖ |x_t[ν]|, so that O(n Σ d_ℓ) numbers describe them all.
+For a chain of Linear layers norms are products, ‖v_k(t)‖ = ‖C_t[:, μ]‖ |x_t[ν]| (`chain_pairs`).
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,12 +24,10 @@ from hcurv.indexing import (
     resolve_indices,
     resolve_pairs,
 )
-from hcurv.memory import require_bytes
 from hcurv.network.block_batches import resolve_blocks
-from hcurv.network.layer_factors import LayerFactors
 from hcurv.network.point_order import similarity_order
-from hcurv.network.products import diagonal
 from hcurv.network.random_draws import hashed_uniforms, invert_cumulative
+from hcurv.network.root import PairTerms, Root
 from hcurv.network.sampling_accuracy import bound_factor
 
 __all__ = ["SampledEntries", "Scheme"]
@@ -50,7 +48,7 @@ class SampledEntries:
     Made by `GaussNewton.sample_entries`.
 
     Args:
-        factors: the stored factors of the matrix.
+        root: the root S of the matrix.
         num_samples: c, the number of samples per entry.
         scheme: "importance" draws points independently from P_km. "stratified" draws from P_km,
             too, by one set of stratified uniform numbers for all entries, with the points ordered
@@ -79,7 +77,7 @@ class SampledEntries:
 
     def __init__(
         self,
-        factors: LayerFactors,
+        root: Root,
         num_samples: int,
         scheme: Scheme,
         seed: int,
@@ -91,26 +89,17 @@ class SampledEntries:
             raise ValueError(f"scheme must be one of {', '.join(_SCHEMES)}; got {scheme!r}")
         self.scheme: Scheme = scheme
         self.seed = check_seed(seed)
-        self._factors = factors
+        self._root = root
         self._workspace = workspace
         self._cache_bytes = cache_bytes
-        stored = (factors.num_units + factors.inputs.shape[0]) * factors.num_points
-        require_bytes(
-            stored * self.dtype.itemsize + workspace,
-            self.device,
-            f"sampling from {factors.num_points} points",
-            ("use fewer data points", "use H.subsample(num_points) instead"),
-        )
         generator = torch.Generator().manual_seed(self.seed)
         self._order: Tensor | None = None
         if scheme == "stratified":
-            features = factors.jacobian.direction_features(_NUM_FEATURES, generator)
-            self._order = similarity_order(features)
+            self._order = similarity_order(root.point_features(_NUM_FEATURES, generator))
             jitter = torch.rand(num_samples, dtype=torch.float64, generator=generator)
             strata = torch.arange(num_samples, dtype=torch.float64)
             self._uniforms = ((strata + jitter) / num_samples).to(self.device)
-        self._unit_norms = self._in_order(factors.jacobian.column_norms())
-        self._input_norms = self._in_order(factors.inputs).abs()
+        self._terms: PairTerms = root.pair_terms(self._order, workspace)
 
     def __repr__(self) -> str:
         """Size and scheme in one line."""
@@ -122,17 +111,17 @@ class SampledEntries:
     @property
     def shape(self) -> tuple[int, int]:
         """``(N, N)``."""
-        return (self._factors.num_parameters, self._factors.num_parameters)
+        return (self._root.layout.size, self._root.layout.size)
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of the entries."""
-        return self._factors.inputs.dtype
+        return self._root.dtype
 
     @property
     def device(self) -> torch.device:
         """The device on which entries are computed."""
-        return self._factors.inputs.device
+        return self._root.device
 
     def diagonal(self) -> Tensor:
         """The N diagonal entries, exactly.
@@ -142,7 +131,7 @@ class SampledEntries:
             True
         """
         with torch.no_grad():
-            return diagonal(self._factors, self._workspace)
+            return self._root.diagonal(self._workspace)
 
     def block(self, rows: Index, cols: Index) -> Tensor:
         """The dense block ``rows`` x ``cols`` of H̃.
@@ -158,7 +147,7 @@ class SampledEntries:
         row_index = resolve_indices(rows, self.shape[0], self.device, "rows")
         col_index = resolve_indices(cols, self.shape[1], self.device, "cols")
         num_cols = col_index.numel()
-        result = self._factors.inputs.new_empty(row_index.numel(), num_cols)
+        result = self._empty(row_index.numel(), num_cols)
         # Index tensors for all pairs take memory, so a few rows are evaluated at a time.
         step = max(1, self._workspace // (128 * max(1, num_cols)))
         for target, some in zip(result.split(step), row_index.split(step), strict=True):
@@ -183,7 +172,7 @@ class SampledEntries:
         """
         rows, cols = resolve_blocks(rows, cols, self.shape[0], self.device)
         num_blocks, num_rows, num_cols = *rows.shape, cols.shape[1]
-        result = self._factors.inputs.new_empty(num_blocks * num_rows, num_cols)
+        result = self._empty(num_blocks * num_rows, num_cols)
         # As in `block`, a few rows are evaluated at a time; they may belong to several blocks.
         step = max(1, self._workspace // (128 * max(1, num_cols)))
         for some in torch.arange(num_blocks * num_rows, device=self.device).split(step):
@@ -199,7 +188,7 @@ class SampledEntries:
             >>> sorted(H.sample_entries(10).orders())
             ['layer-input-output', 'layer-output-input']
         """
-        return self._factors.structural_orders()
+        return self._root.orders()
 
     def pairs(self, rows: Indices, cols: Indices) -> Tensor:
         """The entries H̃[rows[j], cols[j]], elementwise.
@@ -247,16 +236,14 @@ class SampledEntries:
         bound = factor * norms[row_index][:, None] * norms[col_index]
         return bound.masked_fill_(row_index[:, None] == col_index, 0.0)
 
-    def _in_order(self, values: Tensor) -> Tensor:
-        return values if self._order is None else values[:, self._order]
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def _pairs(self, rows: Tensor, cols: Tensor) -> Tensor:
-        factors = self._factors
-        result = factors.inputs.new_zeros(rows.numel())
+        result = self._empty(rows.numel()).zero_()
         # The draws depend on the unordered pair: H̃ is symmetric.
-        first = _Parameters.locate(factors, torch.minimum(rows, cols))
-        second = _Parameters.locate(factors, torch.maximum(rows, cols))
-        index = (~factors.jacobian.orthogonal(first.units, second.units)).nonzero().squeeze(1)
+        first, second = torch.minimum(rows, cols), torch.maximum(rows, cols)
+        index = self._terms.nonzero(first, second).nonzero().squeeze(1)
         if not index.numel():
             return result
         # torch sums a single row in another order than several rows. An entry must not depend on
@@ -266,22 +253,23 @@ class SampledEntries:
         step = max(2, min(self._workspace, self._cache_bytes) // self._bytes_per_pair)
         if index.numel() % step == 1:
             index = torch.cat([index, index[-1:]])
-        weights = _Weights(self._unit_norms, self._input_norms, min(step, index.numel()))
         for some in index.split(step):
-            result[some] = self._estimate(first.select(some), second.select(some), weights)
+            result[some] = self._estimate(first[some], second[some])
         return result
 
     @property
     def _bytes_per_pair(self) -> int:
-        size = self.dtype.itemsize
-        return (8 + 2 * size) * self._factors.num_points + (48 + 4 * size) * self.num_samples
+        per_point = 8 + self._terms.bytes_per_point
+        return per_point * self._root.num_points + (48 + 4 * self.dtype.itemsize) * self.num_samples
 
-    def _estimate(self, first: _Parameters, second: _Parameters, weights: _Weights) -> Tensor:
+    def _estimate(self, first: Tensor, second: Tensor) -> Tensor:
         """H̃ of some pairs; the value of a pair does not depend on the other pairs."""
-        factors, num_points = self._factors, self._factors.num_points
-        masses, cumulative = weights.of(first, second)
+        num_points = self._root.num_points
+        self._terms.prepare(first, second)
+        masses = self._terms.weights()
+        cumulative = torch.cumsum(masses, 1, dtype=torch.float64)
         total = cumulative[:, -1]
-        uniforms = self._draw(first.flat, second.flat)
+        uniforms = self._draw(first, second)
         if self.scheme == "uniform":
             points = (uniforms * num_points).long()
         else:
@@ -290,14 +278,12 @@ class SampledEntries:
         drawn = masses.gather(1, points)
         if self._order is not None:
             points = self._order[points]
-        terms = factors.jacobian.gram_at(first.units, second.units, points)
-        for parameters in (first, second):
-            terms *= factors.inputs.view(-1).take(parameters.inputs[:, None] * num_points + points)
+        terms = self._terms.at(points)
         if self.scheme == "uniform":
             estimate = num_points * terms.mean(1, dtype=torch.float64)
         else:
             estimate = total * terms.div_(drawn).mean(1, dtype=torch.float64)
-        estimate = torch.where(first.flat == second.flat, total, estimate)
+        estimate = torch.where(first == second, total, estimate)
         return torch.where(total > 0, estimate, 0.0).to(self.dtype)
 
     def _draw(self, first: Tensor, second: Tensor) -> Tensor:
@@ -305,48 +291,3 @@ class SampledEntries:
         if self.scheme == "stratified":
             return self._uniforms.expand(first.numel(), -1)
         return hashed_uniforms(self.seed, first, second, self.num_samples)
-
-
-class _Parameters(NamedTuple):
-    """Flat indices of parameters, with the units and inputs that they join."""
-
-    flat: Tensor
-    units: Tensor
-    inputs: Tensor
-
-    @classmethod
-    def locate(cls, factors: LayerFactors, index: Tensor) -> _Parameters:
-        return cls(index, *factors.locate(index))
-
-    def select(self, chosen: Tensor) -> _Parameters:
-        return _Parameters(*(values[chosen] for values in self))
-
-
-class _Weights:
-    """w(t) = ‖v_k(t)‖ ‖v_m(t)‖ and its running sums, in buffers that are reused.
-
-    Args:
-        unit_norms: ‖C_t[:, μ]‖, (units, n).
-        input_norms: |x_t[ν]|, (inputs, n).
-        num_pairs: most pairs in one call.
-    """
-
-    def __init__(self, unit_norms: Tensor, input_norms: Tensor, num_pairs: int) -> None:
-        self._tables = (unit_norms, input_norms)
-        shape = (num_pairs, unit_norms.shape[1])
-        self._weights, self._factor = unit_norms.new_empty(2, *shape)
-        self._sums = torch.empty(shape, dtype=torch.float64, device=unit_norms.device)
-
-    def of(self, first: _Parameters, second: _Parameters) -> tuple[Tensor, Tensor]:
-        """Weights and running sums of some pairs, (pairs, n), which the next call overwrites."""
-        count = first.flat.numel()
-        weights, factor, sums = self._weights[:count], self._factor[:count], self._sums[:count]
-        units, inputs = self._tables
-        torch.index_select(units, 0, first.units, out=weights)
-        for table, index in (
-            (units, second.units),
-            (inputs, first.inputs),
-            (inputs, second.inputs),
-        ):
-            weights.mul_(torch.index_select(table, 0, index, out=factor))
-        return weights, torch.cumsum(weights, 1, dtype=torch.float64, out=sums)

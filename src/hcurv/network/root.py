@@ -1,0 +1,163 @@
+"""The root S of H = SᵀS: what every matrix of a network is made of, however it is stored.
+
+S has a row for each point i and each row a of the loss's square root R_i, and a column for each
+parameter: S = [R_1 J_1; …; R_n J_n], (n·q, N). Row i·q + a belongs to point i and row a.
+
+Chains of Linear layers have a root of their own (`ChainRoot`), with the fast forms of the paper.
+All other models have a `LayeredRoot`, with one `LayerJacobian` for each parameter. The matrices
+(`FactoredMatrix`, `TangentKernel`, `SampledEntries`) know neither: they ask a `Root`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hcurv.layout import ParameterLayout
+
+__all__ = ["KernelParts", "PairTerms", "Root"]
+
+
+class KernelParts(Protocol):
+    """What the entries of K = S D⁻¹ Sᵀ are made of, for a fixed D."""
+
+    def diagonal(self) -> Tensor:
+        """The n·q diagonal entries."""
+
+    def tile(self, first: slice, second: slice, space: Tensor) -> Tensor:
+        """K between all rows of some points and all rows of others.
+
+        Args:
+            first: a range of points.
+            second: another one.
+            space: memory for two tiles, (2, rows, rows), in the precision of the result. The
+                result may be a view of it.
+        """
+
+    def entries(self, rows: Tensor, cols: Tensor) -> Tensor:
+        """Blocks between any rows (B, m) and columns (B, k): (B, m, k)."""
+
+    def batch_floats(self, num_rows: int, num_cols: int) -> int:
+        """Floats that one block of that size takes in `entries`, besides the result."""
+
+
+class PairTerms(Protocol):
+    """The terms v_k(t)ᵀ v_m(t) of entries H_km, one by one, for Monte Carlo entries."""
+
+    @property
+    def bytes_per_point(self) -> int:
+        """Bytes for each pair and point that `prepare` and `weights` take."""
+
+    def nonzero(self, rows: Tensor, cols: Tensor) -> Tensor:
+        """Which pairs are not known to be zero, a mask."""
+
+    def prepare(self, rows: Tensor, cols: Tensor) -> None:
+        """Look at some pairs; the other methods are then about these."""
+
+    def weights(self) -> Tensor:
+        """w(t) = ‖v_k(t)‖ ‖v_m(t)‖ of all points, in the order in which they are drawn, (m, n)."""
+
+    def at(self, points: Tensor) -> Tensor:
+        """The terms at some points of each pair, numbered as the data is, (m, c)."""
+
+
+class Root(ABC):
+    """S, (n·q) x N."""
+
+    @property
+    @abstractmethod
+    def layout(self) -> ParameterLayout:
+        """Names and places of the parameters."""
+
+    @property
+    @abstractmethod
+    def num_points(self) -> int:
+        """The number n of points."""
+
+    @property
+    @abstractmethod
+    def num_rows(self) -> int:
+        """The number q of rows of each point."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """The type of the entries."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where they are stored."""
+
+    @property
+    @abstractmethod
+    def num_stored(self) -> int:
+        """The number of floats that are stored."""
+
+    @property
+    @abstractmethod
+    def kernel_flops(self) -> float:
+        """Flops for each entry of a dense kernel, for predictions of time."""
+
+    @abstractmethod
+    def product(self, rhs: Tensor, workspace: int) -> Tensor:
+        """SᵀS times (N, k)."""
+
+    @abstractmethod
+    def apply(self, rhs: Tensor, workspace: int) -> Tensor:
+        """S times (N, k): (n·q, k)."""
+
+    @abstractmethod
+    def apply_transposed(self, values: Tensor, workspace: int) -> Tensor:
+        """Sᵀ times (n·q, k): (N, k)."""
+
+    @abstractmethod
+    def columns(self, index: Tensor) -> Tensor:
+        """Columns of S, (n·q, k)."""
+
+    @abstractmethod
+    def diagonal(self, workspace: int) -> Tensor:
+        """The diagonal of SᵀS, (N,)."""
+
+    @abstractmethod
+    def block(self, rows: Tensor, cols: Tensor, workspace: int) -> Tensor:
+        """A block of SᵀS; symmetric to the last bit where rows and columns are the same."""
+
+    @abstractmethod
+    def blocks(self, rows: Tensor, cols: Tensor, workspace: int) -> Tensor:
+        """Many blocks of equal size, (B, m), (B, k) → (B, m, k)."""
+
+    @abstractmethod
+    def pairs(self, rows: Tensor, cols: Tensor, workspace: int) -> Tensor:
+        """Entries of SᵀS, one for each pair of indices, (m,)."""
+
+    @abstractmethod
+    def orders(self) -> dict[str, Tensor]:
+        """Orders of the parameters that follow the network, by name, each a permutation (N,)."""
+
+    @abstractmethod
+    def point_norms(self) -> Tensor:
+        """‖S_i‖_F², the share of each point in the trace, (n,), in double precision."""
+
+    @abstractmethod
+    def point_features(self, num_features: int, generator: torch.Generator) -> Tensor:
+        """Random numbers that are alike for points whose rows are alike, (features, n)."""
+
+    @abstractmethod
+    def select(self, points: Tensor, scale: Tensor) -> Root:
+        """The rows of some points, multiplied by a number for each of them."""
+
+    @abstractmethod
+    def to(self, dtype: torch.dtype) -> Root:
+        """The same root in another precision."""
+
+    @abstractmethod
+    def kernel_parts(self, inverse_damping: Tensor) -> KernelParts:
+        """What S D⁻¹ Sᵀ is made of, for 1/D (N,)."""
+
+    @abstractmethod
+    def pair_terms(self, order: Tensor | None, workspace: int) -> PairTerms:
+        """Terms of single entries, with weights in an order of the points (None: their own)."""
