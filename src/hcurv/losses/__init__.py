@@ -5,7 +5,8 @@ needs ∂f(x_i, y_i), and both need the divisor of the loss's ``reduction``. A `
 three. `as_loss` translates the loss modules of torch; any other convex loss is a subclass.
 """
 
-from hcurv.losses.cross_entropies import BinaryCrossEntropy, CrossEntropy
+from hcurv.losses.binary_cross_entropies import BinaryCrossEntropy
+from hcurv.losses.cross_entropies import CrossEntropy
 from hcurv.losses.loss import Loss
 from hcurv.losses.squared_errors import HalfSquaredError, MeanSquaredError
 from hcurv.losses.torch_modules import as_loss

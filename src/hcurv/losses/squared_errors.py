@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hcurv.losses.loss import Loss, check_same_shape
+from hcurv.losses.elementwise import ElementwiseLoss
 
 __all__ = ["HalfSquaredError", "MeanSquaredError"]
 
 
-class HalfSquaredError(Loss):
+class HalfSquaredError(ElementwiseLoss):
     """½‖x_i − y_i‖², averaged over the points (but not over outputs): the loss of the paper.
 
     Args:
@@ -42,16 +42,17 @@ class HalfSquaredError(Loss):
         """
         return outputs - targets.to(outputs)
 
-    def check_targets(self, outputs_shape: tuple[int, int], targets: Tensor) -> None:
-        """Targets must have the shape of the outputs.
+    def divisor(self, outputs_shape: tuple[int, ...], targets: Tensor | None) -> float:
+        """Return the number of points.
 
         Examples:
-            >>> hcurv.losses.HalfSquaredError().check_targets((2, 3), torch.zeros(2, 3))
+            >>> hcurv.losses.HalfSquaredError().divisor((20, 3, 8), None)
+            20.0
         """
-        check_same_shape(outputs_shape, targets)
+        return float(outputs_shape[0])
 
 
-class MeanSquaredError(Loss):
+class MeanSquaredError(ElementwiseLoss):
     """‖x_i − y_i‖² averaged over points *and* outputs: `torch.nn.MSELoss`.
 
     Args:
@@ -82,20 +83,3 @@ class MeanSquaredError(Loss):
             tensor([[4., 0.]])
         """
         return 2 * (outputs - targets.to(outputs))
-
-    def divisor(self, num_points: int, num_outputs: int, targets: Tensor | None) -> float:
-        """Return the number of output values.
-
-        Examples:
-            >>> hcurv.losses.MeanSquaredError().divisor(20, 3, None)
-            60.0
-        """
-        return float(num_points * num_outputs)
-
-    def check_targets(self, outputs_shape: tuple[int, int], targets: Tensor) -> None:
-        """Targets must have the shape of the outputs.
-
-        Examples:
-            >>> hcurv.losses.MeanSquaredError().check_targets((2, 3), torch.zeros(2, 3))
-        """
-        check_same_shape(outputs_shape, targets)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from hcurv.losses.cross_entropies import BinaryCrossEntropy, CrossEntropy
+from hcurv.losses.binary_cross_entropies import BinaryCrossEntropy
+from hcurv.losses.cross_entropies import CrossEntropy
 from hcurv.losses.loss import Loss, Reduction
 from hcurv.losses.squared_errors import MeanSquaredError
 

@@ -1,0 +1,113 @@
+"""Cross-entropies of independent labels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hcurv.losses.elementwise import ElementwiseLoss
+from hcurv.losses.loss import Reduction, draw_uniform
+
+__all__ = ["BinaryCrossEntropy"]
+
+
+class BinaryCrossEntropy(ElementwiseLoss):
+    """Independent logistic losses on logits: `torch.nn.BCEWithLogitsLoss`.
+
+    The Hessian of one output is w·(p·y + 1 − y)·σ(1 − σ), where σ is the sigmoid of the output, y
+    the target, w the weight and p the positive weight.
+
+    Args:
+        weight: a factor for each output, a scalar or (d,).
+        pos_weight: a factor for the positive term of each output; it makes the Hessian depend on
+            the targets.
+        reduction: "mean" (over points and outputs) or "sum".
+
+    Examples:
+        >>> loss = hcurv.losses.BinaryCrossEntropy(pos_weight=torch.tensor(2.0))
+        >>> loss.needs_targets
+        True
+        >>> hcurv.GaussNewton(model, loss, (inputs, torch.ones(20, 3))).shape
+        (51, 51)
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        pos_weight: Tensor | None = None,
+        reduction: Reduction = "mean",
+    ) -> None:
+        super().__init__(reduction)
+        self._check_factors(weight=weight, pos_weight=pos_weight)
+        self.weight = weight
+        self.pos_weight = pos_weight
+        self.needs_targets = pos_weight is not None
+
+    def _factors(self, outputs: Tensor, targets: Tensor | None) -> Tensor:
+        """Compute w·(p·y + 1 − y), the factor of σ(1 − σ) in the second derivative."""
+        factor = torch.ones_like(outputs)
+        if self.pos_weight is not None:
+            assert targets is not None
+            factor = 1 + (self.pos_weight.to(outputs) - 1) * targets.to(outputs)
+        return factor if self.weight is None else factor * self.weight.to(outputs)
+
+    def hessian_sqrt(self, outputs: Tensor, targets: Tensor | None) -> Tensor:
+        """Compute √(w·(p·y + 1 − y)·σ(1 − σ)), as a diagonal.
+
+        Examples:
+            >>> hcurv.losses.BinaryCrossEntropy().hessian_sqrt(torch.zeros(1, 2), None)
+            tensor([[0.5000, 0.5000]])
+        """
+        slope = torch.sigmoid(outputs) * torch.sigmoid(-outputs)
+        return (slope * self._factors(outputs, targets)).sqrt_()
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Compute w·((p·y + 1 − y)·σ − p·y).
+
+        Examples:
+            >>> outputs, targets = torch.zeros(1, 2), torch.tensor([[0.0, 1.0]])
+            >>> hcurv.losses.BinaryCrossEntropy().gradient(outputs, targets)
+            tensor([[ 0.5000, -0.5000]])
+        """
+        factor = self._factors(outputs, targets)
+        positive = targets.to(outputs)
+        if self.weight is not None:
+            positive = positive * self.weight.to(outputs)
+        if self.pos_weight is not None:
+            positive = positive * self.pos_weight.to(outputs)
+        return factor * torch.sigmoid(outputs) - positive
+
+    def sample_gradient(
+        self, outputs: Tensor, targets: Tensor | None, generator: torch.Generator
+    ) -> Tensor:
+        """Compute √(w·(p·y + 1 − y))·(σ − y') with y' drawn to be 1 with probability σ.
+
+        Examples:
+            >>> generator = torch.Generator().manual_seed(0)
+            >>> loss = hcurv.losses.BinaryCrossEntropy()
+            >>> loss.sample_gradient(torch.zeros(1, 2), None, generator).abs()
+            tensor([[0.5000, 0.5000]])
+        """
+        chances = torch.sigmoid(outputs)
+        draws = draw_uniform(outputs, outputs.shape, generator) < chances
+        return self._factors(outputs, targets).sqrt() * (chances - draws.to(outputs))
+
+    def check_targets(self, outputs_shape: tuple[int, ...], targets: Tensor) -> None:
+        """Targets must have the shape of the outputs and lie in [0, 1].
+
+        Examples:
+            >>> hcurv.losses.BinaryCrossEntropy().check_targets((1, 2), torch.tensor([[0.0, 2.0]]))
+            Traceback (most recent call last):
+            ValueError: targets of a binary cross-entropy must lie in [0, 1]; got 0.0 to 2.0
+        """
+        super().check_targets(outputs_shape, targets)
+        _check_chances(targets)
+
+
+def _check_chances(targets: Tensor) -> None:
+    """Refuse targets that are no probabilities."""
+    if not bool(((targets >= 0) & (targets <= 1)).all()):
+        raise ValueError(
+            "targets of a binary cross-entropy must lie in [0, 1];"
+            f" got {targets.min().item()} to {targets.max().item()}"
+        )
