@@ -12,9 +12,6 @@ from hcurv.losses.loss import Loss, Reduction, draw_uniform
 
 __all__ = ["ClassificationLoss", "draw_labels"]
 
-# The default of torch's ``ignore_index``.
-NO_LABEL = -100
-
 
 class ClassificationLoss(Loss):
     """A loss of one class out of several, at every position of a point.
@@ -31,7 +28,7 @@ class ClassificationLoss(Loss):
     def __init__(
         self,
         weight: Tensor | None = None,
-        ignore_index: int = NO_LABEL,
+        ignore_index: int = -100,
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__(reduction)
@@ -39,8 +36,8 @@ class ClassificationLoss(Loss):
             raise ValueError(f"{type(self).__name__}: class weights must not be negative")
         self.weight = weight
         self.ignore_index = ignore_index
-        # The default is not a class: it occurs only if the user put it there.
-        self.needs_targets = weight is not None or ignore_index != NO_LABEL
+        # The default of torch, -100, is not a class: it occurs only if the user put it there.
+        self.needs_targets = weight is not None or ignore_index != -100
 
     def split_outputs(self, outputs: Tensor) -> Tensor:
         """Make one row of classes for each position: (b, C, d1, ...) becomes (b, d1·..., C).

@@ -1,14 +1,14 @@
-"""Cross-entropies of one class out of several."""
+"""Cross-entropies of one class out of several, on logits and on log-probabilities."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from hcurv.losses.classification import NO_LABEL, ClassificationLoss, draw_labels
+from hcurv.losses.classification import ClassificationLoss, draw_labels
 from hcurv.losses.loss import Reduction, check_same_shape
 
-__all__ = ["CrossEntropy"]
+__all__ = ["CrossEntropy", "NegativeLogLikelihood"]
 
 
 class CrossEntropy(ClassificationLoss):
@@ -37,7 +37,7 @@ class CrossEntropy(ClassificationLoss):
     def __init__(
         self,
         weight: Tensor | None = None,
-        ignore_index: int = NO_LABEL,
+        ignore_index: int = -100,
         label_smoothing: float = 0.0,
         reduction: Reduction = "mean",
     ) -> None:
@@ -135,3 +135,94 @@ class CrossEntropy(ClassificationLoss):
             )
         if not bool((targets >= 0).all()):
             raise ValueError("class probabilities must not be negative or NaN")
+
+
+class NegativeLogLikelihood(ClassificationLoss):
+    """Cross-entropy on log-probabilities, as after a log-softmax: `torch.nn.NLLLoss`.
+
+    The loss −a·x_y is linear in its outputs x = log p, so that its Hessian is zero. The matrix here
+    is the Fisher information of the outputs, Q = a·diag(p). The Jacobian of the log-softmax turns
+    it into a·(diag(p) − ppᵀ), so that the network has the same Gauss-Newton Hessian as with
+    `CrossEntropy` on its logits.
+
+    The classes are the second axis, as torch wants it: outputs are (b, C), or (b, C, d1, ...) with
+    labels (b, d1, ...) for sequences, images and so on.
+
+    Args:
+        weight: class weights, (C,).
+        ignore_index: the label of points or positions that do not count.
+        reduction: "mean" (divides by the total weight of the labels that count) or "sum".
+
+    Examples:
+        >>> logits = torch.tensor([0.3, -1.0, 2.0])
+        >>> log_softmax = torch.nn.LogSoftmax(dim=0)
+        >>> J = torch.func.jacrev(log_softmax)(logits)
+        >>> loss = hcurv.losses.NegativeLogLikelihood()
+        >>> R = torch.diag(loss.hessian_sqrt(log_softmax(logits)[None], None)[0]) @ J
+        >>> S = hcurv.losses.CrossEntropy().hessian_sqrt(logits[None], None)[0]
+        >>> torch.allclose(R.T @ R, S.T @ S)
+        True
+    """
+
+    def hessian_sqrt(self, outputs: Tensor, targets: Tensor | None) -> Tensor:
+        """Compute √a·exp(x/2), as a diagonal.
+
+        Examples:
+            >>> outputs = torch.tensor([[0.25, 0.75]]).log()
+            >>> hcurv.losses.NegativeLogLikelihood().hessian_sqrt(outputs, None).square()
+            tensor([[0.2500, 0.7500]])
+        """
+        return torch.exp(outputs / 2) * self._scale(outputs, targets)
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Compute −a·e_y.
+
+        Examples:
+            >>> outputs = torch.tensor([[0.25, 0.75]]).log()
+            >>> -hcurv.losses.NegativeLogLikelihood().gradient(outputs, torch.tensor([1]))
+            tensor([[0., 1.]])
+        """
+        return -self._weighted(self._one_hot(outputs, targets))
+
+    def sample_gradient(
+        self, outputs: Tensor, targets: Tensor | None, generator: torch.Generator
+    ) -> Tensor:
+        """Compute −√a·e_y' with the class y' drawn with the probabilities p.
+
+        Examples:
+            >>> generator = torch.Generator().manual_seed(0)
+            >>> outputs = torch.tensor([[0.0, 1.0]]).log()  # the second class is certain
+            >>> loss = hcurv.losses.NegativeLogLikelihood()
+            >>> loss.sample_gradient(outputs, None, generator)
+            tensor([[ 0., -1.]])
+        """
+        labels = draw_labels(torch.exp(outputs), generator)
+        result = torch.zeros_like(outputs).scatter_(1, labels, -1.0)
+        return result * self._scale(outputs, targets)
+
+    def _scale(self, outputs: Tensor, targets: Tensor | None) -> Tensor | float:
+        """Compute √a, where a is the weight of a row's label, (b, 1)."""
+        if targets is None:
+            return 1.0
+        return self._weighted(self._one_hot(outputs, targets)).sum(1, keepdim=True).sqrt()
+
+    def check_outputs(self, outputs: Tensor) -> None:
+        """Outputs must be logarithms of probabilities that add up to 1, to rounding.
+
+        Examples:
+            >>> loss = hcurv.losses.NegativeLogLikelihood()
+            >>> loss.check_outputs(torch.tensor([[0.25, 0.75]]).log())
+            >>> loss.check_outputs(torch.zeros(1, 2))
+            Traceback (most recent call last):
+            ValueError: NLLLoss takes log-probabilities ... end the network with log_softmax ...
+        """
+        sums = torch.logsumexp(outputs, dim=1)
+        # The sum of a log-softmax is right to some units of rounding. A difference of two large
+        # numbers, z − logsumexp(z), has fewer digits, and half of them are enough here.
+        wrong = ~(sums.abs() <= torch.finfo(outputs.dtype).eps ** 0.5)
+        if bool(wrong.any()):
+            raise ValueError(
+                "NLLLoss takes log-probabilities of the classes, but exp(outputs) adds up to"
+                f" {sums[wrong][0].exp().item():.4g} instead of 1: end the network with log_softmax"
+                " over the classes (torch.nn.LogSoftmax(dim=1)), or use CrossEntropyLoss on logits"
+            )
