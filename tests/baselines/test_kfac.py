@@ -66,7 +66,7 @@ def moments(name: str) -> tuple[list[Tensor], list[Tensor]]:
     layers = [m for m in model if isinstance(m, nn.Linear)]
     loss = hcurv.losses.as_loss(loss)
     num_outputs = NETWORKS[name][2]
-    scale = 1.0 if loss.reduction == "sum" else 1 / loss.divisor(40, num_outputs, None)
+    scale = 1.0 if loss.reduction == "sum" else 1 / loss.divisor((40, num_outputs), None)
     features: list[list[Tensor]] = [[] for _ in layers]
     gradients: list[list[Tensor]] = [[] for _ in layers]
     for point in inputs:

@@ -1,140 +1,31 @@
-"""Cross-entropies on logits: independent labels, and one class out of several."""
+"""Cross-entropies of one class out of several, on logits and on log-probabilities."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from hcurv.losses.loss import Loss, Reduction, check_same_shape
+from hcurv.losses.classification import ClassificationLoss, draw_labels
+from hcurv.losses.loss import Reduction, check_same_shape
 
-__all__ = ["BinaryCrossEntropy", "CrossEntropy"]
-
-
-class BinaryCrossEntropy(Loss):
-    """Independent logistic losses on logits: `torch.nn.BCEWithLogitsLoss`.
-
-    The Hessian of one output is w·(p·y + 1 − y)·σ(1 − σ), where σ is the sigmoid of the output, y
-    the target, w the weight and p the positive weight.
-
-    Args:
-        weight: a factor for each output, a scalar or (d,).
-        pos_weight: a factor for the positive term of each output; it makes the Hessian depend on
-            the targets.
-        reduction: "mean" (over points and outputs) or "sum".
-
-    Examples:
-        >>> loss = hcurv.losses.BinaryCrossEntropy(pos_weight=torch.tensor(2.0))
-        >>> loss.needs_targets
-        True
-        >>> hcurv.GaussNewton(model, loss, (inputs, torch.ones(20, 3))).shape
-        (51, 51)
-    """
-
-    def __init__(
-        self,
-        weight: Tensor | None = None,
-        pos_weight: Tensor | None = None,
-        reduction: Reduction = "mean",
-    ) -> None:
-        super().__init__(reduction)
-        for name, value in (("weight", weight), ("pos_weight", pos_weight)):
-            if value is not None and value.ndim > 1:
-                raise ValueError(
-                    f"BCEWithLogitsLoss: {name} must be a scalar or one value per output;"
-                    f" got shape {tuple(value.shape)}"
-                )
-            if value is not None and bool((value < 0).any()):
-                raise ValueError(f"BCEWithLogitsLoss: {name} must not be negative")
-        self.weight = weight
-        self.pos_weight = pos_weight
-        self.needs_targets = pos_weight is not None
-
-    def _factors(self, outputs: Tensor, targets: Tensor | None) -> Tensor:
-        """Compute w·(p·y + 1 − y), the factor of σ(1 − σ) in the second derivative."""
-        factor = torch.ones_like(outputs)
-        if self.pos_weight is not None:
-            assert targets is not None
-            factor = 1 + (self.pos_weight.to(outputs) - 1) * targets.to(outputs)
-        return factor if self.weight is None else factor * self.weight.to(outputs)
-
-    def hessian_sqrt(self, outputs: Tensor, targets: Tensor | None) -> Tensor:
-        """Compute √(w·(p·y + 1 − y)·σ(1 − σ)), as a diagonal.
-
-        Examples:
-            >>> hcurv.losses.BinaryCrossEntropy().hessian_sqrt(torch.zeros(1, 2), None)
-            tensor([[0.5000, 0.5000]])
-        """
-        slope = torch.sigmoid(outputs) * torch.sigmoid(-outputs)
-        return (slope * self._factors(outputs, targets)).sqrt_()
-
-    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Compute w·((p·y + 1 − y)·σ − p·y).
-
-        Examples:
-            >>> outputs, targets = torch.zeros(1, 2), torch.tensor([[0.0, 1.0]])
-            >>> hcurv.losses.BinaryCrossEntropy().gradient(outputs, targets)
-            tensor([[ 0.5000, -0.5000]])
-        """
-        factor = self._factors(outputs, targets)
-        positive = targets.to(outputs)
-        if self.weight is not None:
-            positive = positive * self.weight.to(outputs)
-        if self.pos_weight is not None:
-            positive = positive * self.pos_weight.to(outputs)
-        return factor * torch.sigmoid(outputs) - positive
-
-    def sample_gradient(
-        self, outputs: Tensor, targets: Tensor | None, generator: torch.Generator
-    ) -> Tensor:
-        """Compute √(w·(p·y + 1 − y))·(σ − y') with y' drawn to be 1 with probability σ.
-
-        Examples:
-            >>> generator = torch.Generator().manual_seed(0)
-            >>> loss = hcurv.losses.BinaryCrossEntropy()
-            >>> loss.sample_gradient(torch.zeros(1, 2), None, generator).abs()
-            tensor([[0.5000, 0.5000]])
-        """
-        chances = torch.sigmoid(outputs)
-        draws = _uniform(outputs, outputs.shape, generator) < chances
-        return self._factors(outputs, targets).sqrt() * (chances - draws.to(outputs))
-
-    def divisor(self, num_points: int, num_outputs: int, targets: Tensor | None) -> float:
-        """Return the number of output values.
-
-        Examples:
-            >>> hcurv.losses.BinaryCrossEntropy().divisor(20, 3, None)
-            60.0
-        """
-        return float(num_points * num_outputs)
-
-    def check_targets(self, outputs_shape: tuple[int, int], targets: Tensor) -> None:
-        """Targets must have the shape of the outputs and lie in [0, 1].
-
-        Examples:
-            >>> hcurv.losses.BinaryCrossEntropy().check_targets((1, 2), torch.tensor([[0.0, 2.0]]))
-            Traceback (most recent call last):
-            ValueError: targets of BCEWithLogitsLoss must lie in [0, 1]
-        """
-        check_same_shape(outputs_shape, targets)
-        if bool(((targets < 0) | (targets > 1)).any()):
-            raise ValueError("targets of BCEWithLogitsLoss must lie in [0, 1]")
+__all__ = ["CrossEntropy", "NegativeLogLikelihood"]
 
 
-class CrossEntropy(Loss):
+class CrossEntropy(ClassificationLoss):
     """Softmax cross-entropy on logits: `torch.nn.CrossEntropyLoss`.
 
     With p = softmax(x) the Hessian is a·(diag(p) − ppᵀ), and R = √a·(diag(√p) − √p pᵀ) is a square
     root of it that needs no eigendecomposition. The factor a is 1, unless class weights, an ignored
     class or class probabilities that do not add up to 1 change it.
 
+    The classes are the second axis, as torch wants it: outputs are (b, C), or (b, C, d1, ...) with
+    labels (b, d1, ...) for sequences, images and so on.
+
     Args:
-        weight: class weights, (d,).
-        ignore_index: the label of points that do not count.
-        label_smoothing: the share of the uniform distribution in the target.
-        reduction: "mean" (divides by the total weight of the points that count) or "sum".
+        weight: class weights, (C,).
+        ignore_index: the label of points or positions that do not count.
+        label_smoothing: the share of the uniform distribution in the target, from 0 to 1.
+        reduction: "mean" (divides by the total weight of the labels that count) or "sum".
 
     Examples:
         >>> smoothed = hcurv.losses.CrossEntropy(label_smoothing=0.1)
@@ -150,33 +41,26 @@ class CrossEntropy(Loss):
         label_smoothing: float = 0.0,
         reduction: Reduction = "mean",
     ) -> None:
-        super().__init__(reduction)
-        if weight is not None and bool((weight < 0).any()):
-            raise ValueError("CrossEntropyLoss: class weights must not be negative")
-        self.weight = weight
-        self.ignore_index = ignore_index
+        super().__init__(weight, ignore_index, reduction)
+        if not 0 <= label_smoothing <= 1:
+            raise ValueError(f"label_smoothing must lie in [0, 1]; got {label_smoothing}")
         self.label_smoothing = label_smoothing
-        # The default of torch, -100, is not a class: it occurs only if the user put it there.
-        self.needs_targets = weight is not None or ignore_index != -100
 
-    def _probabilities(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Compute target distributions times class weights, t_i, (b, d): f = −Σ_c t_ic log p_ic."""
-        num_classes = outputs.shape[1]
+    def _wanted(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Compute target distributions times class weights, t_i, (b, C): f = −Σ_c t_ic log p_ic."""
+        mass: Tensor | float = 1.0
         if targets.is_floating_point():
             wanted = targets.to(outputs)
         else:
-            labels = targets.long()
-            counts = labels != self.ignore_index
-            one_hot = functional.one_hot(torch.where(counts, labels, 0), num_classes)
-            wanted = one_hot.to(outputs) * counts[:, None]
+            wanted = self._one_hot(outputs, targets)
+            mass = wanted.sum(1, keepdim=True)
         smoothing = self.label_smoothing
         if smoothing:
-            mass = wanted.sum(1, keepdim=True) if not targets.is_floating_point() else 1.0
-            wanted = (1 - smoothing) * wanted + mass * (smoothing / num_classes)
-        return wanted if self.weight is None else wanted * self.weight.to(outputs)
+            wanted = (1 - smoothing) * wanted + mass * (smoothing / outputs.shape[1])
+        return self._weighted(wanted)
 
     def hessian_sqrt(self, outputs: Tensor, targets: Tensor | None) -> Tensor:
-        """Compute √a·(diag(√p) − √p pᵀ), dense, (b, d, d).
+        """Compute √a·(diag(√p) − √p pᵀ), dense, (b, C, C).
 
         Examples:
             >>> R = hcurv.losses.CrossEntropy().hessian_sqrt(torch.zeros(1, 2), None)
@@ -187,7 +71,7 @@ class CrossEntropy(Loss):
         p = torch.softmax(outputs, dim=1)
         scale = p.sqrt()
         if targets is not None:
-            scale = scale * self._probabilities(outputs, targets).sum(1, keepdim=True).sqrt()
+            scale = scale * self._wanted(outputs, targets).sum(1, keepdim=True).sqrt()
         return torch.diag_embed(scale) - scale[:, :, None] * p[:, None, :]
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -197,7 +81,7 @@ class CrossEntropy(Loss):
             >>> hcurv.losses.CrossEntropy().gradient(torch.zeros(1, 2), torch.tensor([1]))
             tensor([[ 0.5000, -0.5000]])
         """
-        wanted = self._probabilities(outputs, targets)
+        wanted = self._wanted(outputs, targets)
         return wanted.sum(1, keepdim=True) * torch.softmax(outputs, dim=1) - wanted
 
     def sample_gradient(
@@ -212,65 +96,133 @@ class CrossEntropy(Loss):
             tensor([[0.5000, 0.5000]])
         """
         chances = torch.softmax(outputs, dim=1)
-        draws = _uniform(outputs, (outputs.shape[0], 1), generator)
-        labels = (chances.cumsum(1) < draws).sum(1, keepdim=True).clamp_(max=outputs.shape[1] - 1)
-        result = chances.scatter_add(1, labels, -torch.ones_like(draws))
+        labels = draw_labels(chances, generator)
+        result = chances.scatter_add(1, labels, -torch.ones_like(chances[:, :1]))
         if targets is not None:
-            result = result * self._probabilities(outputs, targets).sum(1, keepdim=True).sqrt()
+            result = result * self._wanted(outputs, targets).sum(1, keepdim=True).sqrt()
         return result
 
-    def divisor(self, num_points: int, num_outputs: int, targets: Tensor | None) -> float:
-        """Return the total class weight of the points that count.
-
-        Without class weights this is the number of these points.
-
-        Examples:
-            >>> loss = hcurv.losses.CrossEntropy(ignore_index=0)
-            >>> loss.divisor(4, 3, torch.tensor([0, 1, 2, 2]))
-            3.0
-        """
-        if targets is None or targets.is_floating_point():
-            return float(num_points)
-        labels = targets.long()
-        labels = labels[labels != self.ignore_index]
-        if self.weight is None:
-            return float(labels.numel())
-        return float(self.weight.to(labels.device, torch.float64)[labels].sum())
-
-    def check_targets(self, outputs_shape: tuple[int, int], targets: Tensor) -> None:
-        """Targets must be class labels (b,) or class probabilities (b, d).
+    def check_targets(self, outputs_shape: tuple[int, ...], targets: Tensor) -> None:
+        """Targets must be class labels (b, d1, ...), or class probabilities (b, C, d1, ...).
 
         Examples:
             >>> loss = hcurv.losses.CrossEntropy()
-            >>> loss.check_targets((2, 3), torch.tensor([0, 2], dtype=torch.uint8))
-            >>> loss.check_targets((2, 3), torch.full((2, 3), 1 / 3))
+            >>> loss.check_targets((2, 3, 5), torch.zeros(2, 5, dtype=torch.long))
+            >>> loss.check_targets((2, 3, 5), torch.full((2, 3, 5), 1 / 3))
         """
-        num_points, num_classes = outputs_shape
-        if self.weight is not None and tuple(self.weight.shape) != (num_classes,):
-            raise ValueError(
-                f"CrossEntropyLoss: weight must have one value per class, ({num_classes},);"
-                f" got {tuple(self.weight.shape)}"
-            )
-        if targets.is_floating_point():
-            check_same_shape(outputs_shape, targets)
-            if bool((targets < 0).any()):
-                raise ValueError("class probabilities must not be negative")
+        shape = tuple(outputs_shape)
+        self._check_classes(shape)
+        if not targets.is_floating_point():
+            if tuple(targets.shape) == shape:
+                raise ValueError(
+                    f"class probabilities must be floating-point numbers; got {targets.dtype} of"
+                    f" the shape of the outputs, {shape} (convert them with targets.float(), or"
+                    f" pass class labels of shape {(shape[0], *shape[2:])})"
+                )
+            super().check_targets(shape, targets)
             return
-        if tuple(targets.shape) != (num_points,):
+        if tuple(targets.shape) == (shape[0], *shape[2:]):
             raise ValueError(
-                f"targets must be class labels of shape ({num_points},) or class probabilities of"
-                f" shape {outputs_shape}; got {tuple(targets.shape)}"
+                f"class labels must be integers; got {targets.dtype} of shape"
+                f" {tuple(targets.shape)} (convert labels with targets.long(), or pass class"
+                f" probabilities of shape {shape})"
             )
-        labels = targets.long()
-        labels = labels[labels != self.ignore_index]
-        if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
+        check_same_shape(shape, targets)
+        if self.ignore_index >= 0:
             raise ValueError(
-                f"class labels must lie in [0, {num_classes});"
-                f" got {int(labels.min())} to {int(labels.max())}"
+                f"ignore_index={self.ignore_index} is a class label, but the targets are class"
+                " probabilities, none of which can be ignored: leave ignore_index out"
             )
+        if not bool((targets >= 0).all()):
+            raise ValueError("class probabilities must not be negative or NaN")
 
 
-def _uniform(like: Tensor, shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Draw numbers from [0, 1) in the type and on the device of ``like``."""
-    numbers = torch.rand(shape, dtype=like.dtype, device=generator.device, generator=generator)
-    return numbers.to(like.device)
+class NegativeLogLikelihood(ClassificationLoss):
+    """Cross-entropy on log-probabilities, as after a log-softmax: `torch.nn.NLLLoss`.
+
+    The loss −a·x_y is linear in its outputs x = log p, so that its Hessian is zero. The matrix here
+    is the Fisher information of the outputs, Q = a·diag(p). The Jacobian of the log-softmax turns
+    it into a·(diag(p) − ppᵀ), so that the network has the same Gauss-Newton Hessian as with
+    `CrossEntropy` on its logits.
+
+    The classes are the second axis, as torch wants it: outputs are (b, C), or (b, C, d1, ...) with
+    labels (b, d1, ...) for sequences, images and so on.
+
+    Args:
+        weight: class weights, (C,).
+        ignore_index: the label of points or positions that do not count.
+        reduction: "mean" (divides by the total weight of the labels that count) or "sum".
+
+    Examples:
+        >>> logits = torch.tensor([0.3, -1.0, 2.0])
+        >>> log_softmax = torch.nn.LogSoftmax(dim=0)
+        >>> J = torch.func.jacrev(log_softmax)(logits)
+        >>> loss = hcurv.losses.NegativeLogLikelihood()
+        >>> R = torch.diag(loss.hessian_sqrt(log_softmax(logits)[None], None)[0]) @ J
+        >>> S = hcurv.losses.CrossEntropy().hessian_sqrt(logits[None], None)[0]
+        >>> torch.allclose(R.T @ R, S.T @ S)
+        True
+    """
+
+    def hessian_sqrt(self, outputs: Tensor, targets: Tensor | None) -> Tensor:
+        """Compute √a·exp(x/2), as a diagonal.
+
+        Examples:
+            >>> outputs = torch.tensor([[0.25, 0.75]]).log()
+            >>> hcurv.losses.NegativeLogLikelihood().hessian_sqrt(outputs, None).square()
+            tensor([[0.2500, 0.7500]])
+        """
+        return torch.exp(outputs / 2) * self._scale(outputs, targets)
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Compute −a·e_y.
+
+        Examples:
+            >>> outputs = torch.tensor([[0.25, 0.75]]).log()
+            >>> -hcurv.losses.NegativeLogLikelihood().gradient(outputs, torch.tensor([1]))
+            tensor([[0., 1.]])
+        """
+        return -self._weighted(self._one_hot(outputs, targets))
+
+    def sample_gradient(
+        self, outputs: Tensor, targets: Tensor | None, generator: torch.Generator
+    ) -> Tensor:
+        """Compute −√a·e_y' with the class y' drawn with the probabilities p.
+
+        Examples:
+            >>> generator = torch.Generator().manual_seed(0)
+            >>> outputs = torch.tensor([[0.0, 1.0]]).log()  # the second class is certain
+            >>> loss = hcurv.losses.NegativeLogLikelihood()
+            >>> loss.sample_gradient(outputs, None, generator)
+            tensor([[ 0., -1.]])
+        """
+        labels = draw_labels(torch.exp(outputs), generator)
+        result = torch.zeros_like(outputs).scatter_(1, labels, -1.0)
+        return result * self._scale(outputs, targets)
+
+    def _scale(self, outputs: Tensor, targets: Tensor | None) -> Tensor | float:
+        """Compute √a, where a is the weight of a row's label, (b, 1)."""
+        if targets is None:
+            return 1.0
+        return self._weighted(self._one_hot(outputs, targets)).sum(1, keepdim=True).sqrt()
+
+    def check_outputs(self, outputs: Tensor) -> None:
+        """Outputs must be logarithms of probabilities that add up to 1, to rounding.
+
+        Examples:
+            >>> loss = hcurv.losses.NegativeLogLikelihood()
+            >>> loss.check_outputs(torch.tensor([[0.25, 0.75]]).log())
+            >>> loss.check_outputs(torch.zeros(1, 2))
+            Traceback (most recent call last):
+            ValueError: NLLLoss takes log-probabilities ... end the network with log_softmax ...
+        """
+        sums = torch.logsumexp(outputs, dim=1)
+        # The sum of a log-softmax is right to some units of rounding. A difference of two large
+        # numbers, z − logsumexp(z), has fewer digits, and half of them are enough here.
+        wrong = ~(sums.abs() <= torch.finfo(outputs.dtype).eps ** 0.5)
+        if bool(wrong.any()):
+            raise ValueError(
+                "NLLLoss takes log-probabilities of the classes, but exp(outputs) adds up to"
+                f" {sums[wrong][0].exp().item():.4g} instead of 1: end the network with log_softmax"
+                " over the classes (torch.nn.LogSoftmax(dim=1)), or use CrossEntropyLoss on logits"
+            )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-__all__ = ["Loss", "Reduction", "check_same_shape"]
+__all__ = ["Loss", "Reduction", "check_same_shape", "draw_uniform"]
 
 Reduction: TypeAlias = Literal["mean", "sum"]
 
@@ -19,6 +21,11 @@ class Loss(ABC):
     To use a loss of your own, define a subclass with `hessian_sqrt` and pass an instance wherever a
     loss is expected. Define `gradient` as well to use `GaussNewton.gradient`, and `divisor` if
     "mean" divides by something else than the number of points.
+
+    These methods see rows: vectors of outputs that enter the loss independently of each other. By
+    default all outputs of a point are one row. If a point has several rows, such as the positions
+    of a sequence, define `split_outputs`, and `split_targets` if the targets do not have the shape
+    of the outputs.
 
     Attributes:
         reduction: "mean" divides the sum over points by the divisor, "sum" does not.
@@ -49,8 +56,8 @@ class Loss(ABC):
         """Compute square roots R_i of the Hessians ∂²f(x_i, y_i) = R_iᵀR_i.
 
         Args:
-            outputs: network outputs x_i, (b, d).
-            targets: the targets of these points, or None. Integers come as int64, floating-point
+            outputs: rows x_i of network outputs, (b, d).
+            targets: the targets of these rows, or None. Integers come as int64, floating-point
                 numbers in the type of the outputs.
 
         Returns:
@@ -69,8 +76,8 @@ class Loss(ABC):
         """Compute the derivatives ∂f(x_i, y_i) with respect to the outputs, (b, d).
 
         Args:
-            outputs: network outputs x_i, (b, d).
-            targets: the targets of these points.
+            outputs: rows x_i of network outputs, (b, d).
+            targets: the targets of these rows.
 
         Raises:
             TypeError: the loss does not define its gradient.
@@ -90,15 +97,16 @@ class Loss(ABC):
     def sample_gradient(
         self, outputs: Tensor, targets: Tensor | None, generator: torch.Generator
     ) -> Tensor:
-        """Draw a random gradient for each point whose covariance is the Hessian, (b, d).
+        """Draw a random gradient g for each row such that E[g gᵀ] is the Hessian, (b, d).
 
-        If the loss is the negative log-likelihood of a distribution, the result is the gradient for
-        a target drawn from that distribution. In general it is R_iᵀε with standard normal ε; for
-        squared errors the two are the same.
+        For cross-entropies and likelihoods of classes, the result is the gradient for a label drawn
+        from the network's own distribution. In general it is R_iᵀε with standard normal ε; for
+        squared errors this, too, is the gradient for a target drawn from the network's
+        distribution.
 
         Args:
-            outputs: network outputs x_i, (b, d).
-            targets: the targets of these points, or None.
+            outputs: rows x_i of network outputs, (b, d).
+            targets: the targets of these rows, or None.
             generator: the source of randomness.
 
         Examples:
@@ -116,28 +124,84 @@ class Loss(ABC):
             return root * noise
         return torch.bmm(noise[:, None], root).squeeze(1)
 
-    def divisor(self, num_points: int, num_outputs: int, targets: Tensor | None) -> float:
+    def split_outputs(self, outputs: Tensor) -> Tensor:
+        """Split the outputs of each point into rows that enter the loss independently.
+
+        The result is a rearrangement of the outputs, so that derivatives pass through it.
+
+        Args:
+            outputs: network outputs, (b, *shape).
+
+        Returns:
+            (b, t, d): t rows for each point; by default one row of all its outputs.
+
+        Examples:
+            >>> images = torch.zeros(2, 3, 8, 8)
+            >>> hcurv.losses.MeanSquaredError().split_outputs(images).shape
+            torch.Size([2, 1, 192])
+            >>> hcurv.losses.CrossEntropy().split_outputs(images).shape  # three classes per pixel
+            torch.Size([2, 64, 3])
+        """
+        return outputs.reshape(outputs.shape[0], 1, math.prod(outputs.shape[1:]))
+
+    def split_targets(self, targets: Tensor, outputs_shape: tuple[int, ...]) -> Tensor:
+        """Rearrange targets into those of the rows ``split_outputs(outputs).flatten(0, 1)``.
+
+        By default, targets in the shape of the outputs are split like these. All others are
+        returned as they are, which is right if every point is one row.
+
+        Args:
+            targets: the targets of b points, (b, ...).
+            outputs_shape: the shape of the outputs of these points, (b, *shape).
+
+        Returns:
+            (b·t, ...): labels (b·t,) or values (b·t, d).
+
+        Examples:
+            >>> labels = torch.tensor([[0, 2, 1], [1, 1, 0]])  # of two sequences of length 3
+            >>> hcurv.losses.CrossEntropy().split_targets(labels, (2, 5, 3))
+            tensor([0, 2, 1, 1, 1, 0])
+            >>> images = torch.zeros(2, 3, 8, 8)
+            >>> hcurv.losses.MeanSquaredError().split_targets(images, (2, 3, 8, 8)).shape
+            torch.Size([2, 192])
+        """
+        if tuple(targets.shape) == tuple(outputs_shape):
+            return self.split_outputs(targets).flatten(0, 1)
+        return targets
+
+    def divisor(self, outputs_shape: tuple[int, ...], targets: Tensor | None) -> float:
         """Compute the number that "mean" divides by; over batches these numbers add up.
 
         Args:
-            num_points: the number of points.
-            num_outputs: the number of outputs of the network.
-            targets: the targets of these points, or None.
+            outputs_shape: the shape of the network's outputs, (b, *shape).
+            targets: the targets of these b points as they are in the data, or None.
 
         Examples:
-            >>> hcurv.losses.HalfSquaredError().divisor(20, 3, None)
+            >>> hcurv.losses.HalfSquaredError().divisor((20, 3), None)
             20.0
-            >>> hcurv.losses.MeanSquaredError().divisor(20, 3, None)
+            >>> hcurv.losses.MeanSquaredError().divisor((20, 3), None)
             60.0
         """
-        return float(num_points)
+        return float(outputs_shape[0])
 
-    def check_targets(self, outputs_shape: tuple[int, int], targets: Tensor) -> None:  # noqa: B027
+    def check_outputs(self, outputs: Tensor) -> None:  # noqa: B027
+        """Raise a clear error if the loss is not defined for these outputs.
+
+        Args:
+            outputs: rows of network outputs, (b, d).
+
+        Examples:
+            >>> hcurv.losses.CrossEntropy().check_outputs(torch.zeros(2, 3))  # any logits will do
+        """
+
+    def check_targets(  # noqa: B027
+        self, outputs_shape: tuple[int, ...], targets: Tensor
+    ) -> None:
         """Raise a clear error if ``targets`` cannot belong to outputs of this shape.
 
         Args:
-            outputs_shape: (points, outputs).
-            targets: the targets of these points.
+            outputs_shape: the shape of the network's outputs, (b, *shape).
+            targets: the targets of these b points as they are in the data.
 
         Examples:
             >>> hcurv.losses.CrossEntropy().check_targets((2, 3), torch.tensor([0, 2]))
@@ -147,10 +211,21 @@ class Loss(ABC):
         """
 
 
-def check_same_shape(outputs_shape: tuple[int, int], targets: Tensor) -> None:
+def check_same_shape(outputs_shape: tuple[int, ...], targets: Tensor) -> None:
     """Raise a ValueError unless the targets have the shape of the network's outputs."""
-    if tuple(targets.shape) != outputs_shape:
-        raise ValueError(
-            f"targets must have the shape of the network's outputs, {outputs_shape};"
-            f" got {tuple(targets.shape)}"
-        )
+    expected, given = tuple(outputs_shape), tuple(targets.shape)
+    if given == expected:
+        return
+    # Only axes of length 1 are forgotten or added by accident. To reshape anything else would mix
+    # up the values.
+    alike = [n for n in given if n != 1] == [n for n in expected if n != 1]
+    hint = f" (use targets.reshape{expected})" if alike else ""
+    raise ValueError(
+        f"targets must have the shape of the network's outputs, {expected}; got {given}{hint}"
+    )
+
+
+def draw_uniform(like: Tensor, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Draw numbers from [0, 1) in the type and on the device of ``like``."""
+    numbers = torch.rand(shape, dtype=like.dtype, device=generator.device, generator=generator)
+    return numbers.to(like.device)

@@ -1,16 +1,17 @@
-"""Squared errors: the loss of the paper and that of torch."""
+"""Squared errors: the loss of the paper, that of torch, and one with given variances."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from hcurv.losses.loss import Loss, check_same_shape
+from hcurv.losses.elementwise import ElementwiseLoss
+from hcurv.losses.loss import Reduction
 
-__all__ = ["HalfSquaredError", "MeanSquaredError"]
+__all__ = ["GaussianNLL", "HalfSquaredError", "MeanSquaredError"]
 
 
-class HalfSquaredError(Loss):
+class HalfSquaredError(ElementwiseLoss):
     """½‖x_i − y_i‖², averaged over the points (but not over outputs): the loss of the paper.
 
     Args:
@@ -42,16 +43,17 @@ class HalfSquaredError(Loss):
         """
         return outputs - targets.to(outputs)
 
-    def check_targets(self, outputs_shape: tuple[int, int], targets: Tensor) -> None:
-        """Targets must have the shape of the outputs.
+    def divisor(self, outputs_shape: tuple[int, ...], targets: Tensor | None) -> float:
+        """Return the number of points.
 
         Examples:
-            >>> hcurv.losses.HalfSquaredError().check_targets((2, 3), torch.zeros(2, 3))
+            >>> hcurv.losses.HalfSquaredError().divisor((20, 3, 8), None)
+            20.0
         """
-        check_same_shape(outputs_shape, targets)
+        return float(outputs_shape[0])
 
 
-class MeanSquaredError(Loss):
+class MeanSquaredError(ElementwiseLoss):
     """‖x_i − y_i‖² averaged over points *and* outputs: `torch.nn.MSELoss`.
 
     Args:
@@ -83,19 +85,53 @@ class MeanSquaredError(Loss):
         """
         return 2 * (outputs - targets.to(outputs))
 
-    def divisor(self, num_points: int, num_outputs: int, targets: Tensor | None) -> float:
-        """Return the number of output values.
+
+class GaussianNLL(ElementwiseLoss):
+    """Negative log-likelihood of normal distributions with given variances v: ½(x − y)²/v.
+
+    This is `torch.nn.GaussianNLLLoss`, up to a constant, where the outputs are the means and the
+    variances are known. The Hessian is 1/v. Variances that the network itself predicts make a loss
+    that is not convex.
+
+    Args:
+        variance: v, a positive number or one for each output, (d,).
+        reduction: "mean" (over points and outputs) or "sum".
+
+    Examples:
+        >>> loss = hcurv.losses.GaussianNLL(variance=torch.tensor([1.0, 4.0, 0.25]))
+        >>> G = hcurv.GaussNewton(model, loss, inputs)
+        >>> G.diagonal()[-3:]  # for the biases of the outputs: 1/v, divided by their number
+        tensor([0.3333, 0.0833, 1.3333], dtype=torch.float64)
+    """
+
+    def __init__(self, variance: float | Tensor, reduction: Reduction = "mean") -> None:
+        super().__init__(reduction)
+        values = torch.as_tensor(variance)
+        if not bool(((values > 0) & values.isfinite()).all()):
+            raise ValueError(f"variance must be positive and finite; got {variance}")
+        self._check_factors(variance=values)
+        self.variance = variance
+
+    def _deviations(self, outputs: Tensor) -> Tensor:
+        """Compute the standard deviations √v, in the type and on the device of the outputs."""
+        variance = torch.as_tensor(self.variance, dtype=outputs.dtype, device=outputs.device)
+        return variance.sqrt().expand_as(outputs)
+
+    def hessian_sqrt(self, outputs: Tensor, targets: Tensor | None) -> Tensor:
+        """Return 1/√v, as a diagonal.
 
         Examples:
-            >>> hcurv.losses.MeanSquaredError().divisor(20, 3, None)
-            60.0
+            >>> hcurv.losses.GaussianNLL(variance=0.25).hessian_sqrt(torch.zeros(1, 2), None)
+            tensor([[2., 2.]])
         """
-        return float(num_points * num_outputs)
+        return 1 / self._deviations(outputs)
 
-    def check_targets(self, outputs_shape: tuple[int, int], targets: Tensor) -> None:
-        """Targets must have the shape of the outputs.
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Compute (x − y)/v.
 
         Examples:
-            >>> hcurv.losses.MeanSquaredError().check_targets((2, 3), torch.zeros(2, 3))
+            >>> outputs, targets = torch.tensor([[3.0, 1.0]]), torch.tensor([[1.0, 1.0]])
+            >>> hcurv.losses.GaussianNLL(variance=0.25).gradient(outputs, targets)
+            tensor([[8., 0.]])
         """
-        check_same_shape(outputs_shape, targets)
+        return (outputs - targets.to(outputs)) / self._deviations(outputs).square()

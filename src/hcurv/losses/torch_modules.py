@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from torch import nn
 
-from hcurv.losses.cross_entropies import BinaryCrossEntropy, CrossEntropy
+from hcurv.losses.binary_cross_entropies import (
+    BinaryCrossEntropy,
+    BinaryCrossEntropyOfProbabilities,
+)
+from hcurv.losses.cross_entropies import CrossEntropy, NegativeLogLikelihood
 from hcurv.losses.loss import Loss, Reduction
+from hcurv.losses.poisson import PoissonNLL
+from hcurv.losses.robust_errors import Huber, SmoothL1
 from hcurv.losses.squared_errors import MeanSquaredError
 
 __all__ = ["as_loss"]
@@ -15,11 +21,13 @@ def as_loss(loss: nn.Module | Loss) -> Loss:
     """Translate a loss module of torch into a `Loss`; a `Loss` is returned as it is.
 
     Args:
-        loss: a `torch.nn.CrossEntropyLoss`, `MSELoss` or `BCEWithLogitsLoss`, or a `Loss`.
+        loss: a `torch.nn.CrossEntropyLoss`, `NLLLoss`, `BCEWithLogitsLoss`, `BCELoss`, `MSELoss`,
+            `HuberLoss`, `SmoothL1Loss` or `PoissonNLLLoss`, or a `Loss`.
 
     Raises:
         TypeError: the loss is none of these.
-        ValueError: its ``reduction`` leaves no scalar loss.
+        ValueError: its ``reduction`` leaves no scalar loss, or another of its options does not
+            allow a Hessian.
 
     Examples:
         >>> type(hcurv.losses.as_loss(torch.nn.CrossEntropyLoss())).__name__
@@ -31,14 +39,30 @@ def as_loss(loss: nn.Module | Loss) -> Loss:
         return CrossEntropy(
             loss.weight, loss.ignore_index, loss.label_smoothing, _reduction(loss.reduction)
         )
-    if type(loss) is nn.MSELoss:
-        return MeanSquaredError(_reduction(loss.reduction))
+    if type(loss) is nn.NLLLoss:
+        return NegativeLogLikelihood(loss.weight, loss.ignore_index, _reduction(loss.reduction))
     if type(loss) is nn.BCEWithLogitsLoss:
         return BinaryCrossEntropy(loss.weight, loss.pos_weight, _reduction(loss.reduction))
+    if type(loss) is nn.BCELoss:
+        return BinaryCrossEntropyOfProbabilities(loss.weight, _reduction(loss.reduction))
+    if type(loss) is nn.MSELoss:
+        return MeanSquaredError(_reduction(loss.reduction))
+    if type(loss) is nn.HuberLoss:
+        return Huber(loss.delta, _reduction(loss.reduction))
+    if type(loss) is nn.SmoothL1Loss:
+        return SmoothL1(loss.beta, _reduction(loss.reduction))
+    if type(loss) is nn.PoissonNLLLoss:
+        return PoissonNLL(loss.log_input, loss.eps, _reduction(loss.reduction))
+    if type(loss) is nn.GaussianNLLLoss:
+        raise TypeError(
+            "GaussianNLLLoss does not hold the variances that its Hessian needs: use"
+            " hcurv.losses.GaussianNLL(variance=...), whose variances are given numbers"
+        )
     raise TypeError(
         f"no Hessian is known for the loss {type(loss).__name__}; supported are"
-        " torch.nn.CrossEntropyLoss, MSELoss and BCEWithLogitsLoss, hcurv.losses.HalfSquaredError,"
-        " and any subclass of hcurv.losses.Loss"
+        " torch.nn.CrossEntropyLoss, NLLLoss, BCEWithLogitsLoss, BCELoss, MSELoss, HuberLoss,"
+        " SmoothL1Loss and PoissonNLLLoss, hcurv.losses.HalfSquaredError and GaussianNLL, and any"
+        " subclass of hcurv.losses.Loss"
     )
 
 

@@ -138,7 +138,7 @@ def loss_scale(loss: Loss, num_points: int, num_outputs: int, targets: Tensor | 
     """
     if loss.reduction == "sum":
         return 1.0
-    divisor = loss.divisor(num_points, num_outputs, targets)
+    divisor = loss.divisor((num_points, num_outputs), targets)
     if not divisor > 0:
         raise ValueError(
             "no point counts towards the mean of the loss (all are ignored or weigh nothing)"
