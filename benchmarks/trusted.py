@@ -85,11 +85,12 @@ def _timed(run: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - start, result
 
 
-def output_columns(task: Task, dtype: torch.dtype, count: int) -> Tensor:
-    """Jacobians of random outputs at test points, (N, count)."""
+def output_columns(task: Task, dtype: torch.dtype, count: int, skip: int = 0) -> Tensor:
+    """Jacobians of random outputs at test points, (N, count), after the first ``skip``."""
     rows = task.output_rows(task.tests, dtype)
     generator = torch.Generator().manual_seed(0)
-    chosen = torch.randperm(rows.num_root_rows, generator=generator)[:count]
+    chosen = torch.randperm(rows.num_root_rows, generator=generator)
+    chosen = chosen[skip : skip + count]
     units = torch.zeros(rows.num_root_rows, chosen.numel(), dtype=dtype)
     units[chosen, torch.arange(chosen.numel())] = 1.0
     return rows.root_transposed(units)

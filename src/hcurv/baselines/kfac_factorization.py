@@ -29,7 +29,7 @@ class KFACFactorization(Factorized):
 
     K-FAC damps the factors of each layer: the matrix that is inverted has the diagonal blocks
     (G + √λ/π I) ⊗ (A + π√λ I), not G ⊗ A + λI. EKFAC adds λ to its eigenvalues, which is the same
-    as adding λI.
+    as adding λI, unless they are calibrated.
 
     Args:
         layers: where the parameters of each layer lie.
