@@ -8,8 +8,8 @@ gradients, conjugate gradients with a Nyström preconditioner of the rank that t
 dense Cholesky factorization. The rivals stop at a relative residual of 1e-2, which is less than
 what the default promises. Then every other way that ``method=`` can force, to see whether the
 choice was good. Errors are those against a dense truth in double precision, where there is one, and
-else against solves to 3e-4, whose variances are right to 1e-7. Rivals that were seen to take long
-at one damping are left out at smaller ones, and marked "-".
+else against solves to 3e-4, whose variances are right to 1e-7. A rival is stopped when it has taken
+three times as long as the default, and "> 3" then stands for its ratio.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ RANKS = (30, 100, 300, 1000)
 NUM_COLUMNS, NUM_CHECKED = 16, 64
 # A dense truth in double precision is made of matrices up to this size.
 DENSE_SIZE = 5200
-# A rival that took longer than this is not asked again at smaller dampings.
-PATIENCE = 60.0
+# A rival is stopped when it has taken so many times as long as the default, but not before this many
+# seconds. Ways that are predicted to take longer than that are left out.
+PATIENCE, LEAST_SECONDS = 3.0, 5.0
 # In single precision, dampings below this share of the largest eigenvalue are left to float64.
 SINGLE_RATIO = 1.9e-6
 
@@ -76,6 +77,30 @@ class Truth:
         """The λ of largest marginal likelihood: of ½(N log λ − log|H + λI| − λ‖θ‖²)."""
         grid = [10 ** (k / 50) * float(self.values[-1]) for k in range(-400, 51)]
         return max(grid, key=lambda x: self.size * math.log(x) - self.logdet(x) - x * squared_norm)
+
+
+class _Late(Exception):
+    """A rival took too long."""
+
+
+class _Limited(hcurv.SymmetricOperator):
+    """A matrix whose products are refused after a time."""
+
+    def __init__(self, matrix: hcurv.GaussNewton, seconds: float) -> None:
+        self._matrix, self._end = matrix, time.perf_counter() + seconds
+
+    shape = property(lambda self: self._matrix.shape)
+    dtype = property(lambda self: self._matrix.dtype)
+    device = property(lambda self: self._matrix.device)
+    num_stored = property(lambda self: self._matrix.num_stored)
+
+    def diagonal(self) -> Tensor:
+        return self._matrix.diagonal()
+
+    def _matmat(self, rhs: Tensor) -> Tensor:
+        if time.perf_counter() > self._end:
+            raise _Late
+        return self._matrix @ rhs
 
 
 def _timed(run: Callable[[], Any]) -> tuple[float, Any]:
@@ -147,7 +172,6 @@ class Bench:
 
     def __init__(self, name: str, task: Task, ways: bool) -> None:
         self._task, self._ways = task, ways
-        self._slow: set[str] = set()
         self._matrices: dict[torch.dtype, hcurv.GaussNewton] = {}
         matrix = self._matrix(torch.float32)
         values, _, residuals = lanczos(
@@ -222,9 +246,11 @@ class Bench:
         seconds: float,
         expected: Tensor,
     ) -> None:
-        def by_cg(preconditioner: Any = None) -> Any:
+        patience = max(LEAST_SECONDS, PATIENCE * seconds)
+
+        def by_cg(preconditioner: Any = None, limited: Any = None) -> Any:
             return hcurv.cg(
-                matrix,
+                _Limited(matrix, patience) if limited is None else limited,
                 columns,
                 damping=damping,
                 preconditioner=preconditioner,
@@ -233,8 +259,9 @@ class Bench:
             ).solution
 
         def nystrom(rank: int) -> Any:
-            low = hcurv.baselines.LowRank(matrix, rank, power_iterations=0)
-            return by_cg(low.factorize(damping))
+            limited = _Limited(matrix, patience)
+            low = hcurv.baselines.LowRank(limited, rank, power_iterations=0)
+            return by_cg(low.factorize(damping), limited)
 
         def dense() -> Any:
             block = matrix.to_dense()
@@ -249,12 +276,11 @@ class Bench:
             rivals["Cholesky"] = dense
         cells = []
         for name, run in rivals.items():
-            if name in self._slow:
-                cells.append(f"{name} -")
+            try:
+                taken, solved = _timed(run)
+            except _Late:
+                cells.append(f"{name} > {patience:.0f} s (> {patience / seconds:.1f})")
                 continue
-            taken, solved = _timed(run)
-            if taken > PATIENCE and name != "Cholesky":
-                self._slow.add(name)
             wrong = variance_errors(solved, columns, expected)[0]
             cells.append(f"{name} {taken:.2f} s ({taken / seconds:.2f}, {_percent(wrong)})")
         print("      " + "; ".join(cells), flush=True)
@@ -266,7 +292,7 @@ class Bench:
         plan = matrix.factorize(damping).plan
         for name in get_args(WayName):
             predicted = next(way for way in plan.ways if way.name == name)
-            if name in self._slow or not predicted.fits or predicted.seconds > 2 * PATIENCE:
+            if not predicted.fits or predicted.seconds > max(LEAST_SECONDS, 10 * seconds):
                 cells.append(f"{name} - (predicted {predicted.seconds:.0f} s)")
                 continue
             try:
@@ -274,8 +300,6 @@ class Bench:
             except (hcurv.InsufficientMemoryError, ValueError) as error:
                 cells.append(f"{name}: {type(error).__name__}")
                 continue
-            if taken > PATIENCE:
-                self._slow.add(name)
             predicted = factorized.plan.chosen
             note = ""
             if isinstance(factorized, IterativeFactorization):

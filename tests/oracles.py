@@ -12,6 +12,10 @@ from torch.func import functional_call, jacrev
 LossOfOutputs = Callable[[Tensor], Tensor]
 
 
+def _double(inputs: Tensor) -> Tensor:
+    return inputs.double() if inputs.is_floating_point() else inputs
+
+
 def _split(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor], dict[str, Tensor]]:
     model = copy.deepcopy(model).double()
     parameters = dict(model.named_parameters())
@@ -34,7 +38,7 @@ def gauss_newton(model: nn.Module, loss: LossOfOutputs, inputs: Tensor) -> Tenso
     model, trainable, fixed = _split(model)
 
     def outputs(parameters: dict[str, Tensor]) -> Tensor:
-        return functional_call(model, {**fixed, **parameters}, (inputs.double(),))
+        return functional_call(model, {**fixed, **parameters}, (_double(inputs),))
 
     values = outputs(trainable).detach()
     jacobian = jacrev(outputs)(trainable)
@@ -48,6 +52,6 @@ def gradient(model: nn.Module, loss: LossOfOutputs, inputs: Tensor) -> Tensor:
     model, trainable, _ = _split(model)
     del trainable
     parameters = [p for p in model.parameters() if p.requires_grad]
-    value = loss(model(inputs.double()))
+    value = loss(model(_double(inputs)))
     gradients = torch.autograd.grad(value, parameters)
     return torch.cat([g.reshape(-1) for g in gradients])

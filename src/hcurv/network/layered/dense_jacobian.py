@@ -1,0 +1,73 @@
+"""Columns of S, multiplied out: q floats for each parameter and point."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from hcurv.network.layered.layer_jacobian import LayerJacobian, Panel
+
+__all__ = ["DenseJacobian"]
+
+
+class DenseJacobian(LayerJacobian):
+    """v_k(i) as they are.
+
+    Args:
+        values: (p, q, b).
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of parameters."""
+        return self._values.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows of each point."""
+        return self._values.shape[1]
+
+    @property
+    def num_points(self) -> int:
+        """The number of points."""
+        return self._values.shape[2]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The columns."""
+        return (self._values,)
+
+    def columns(self, index: Tensor, points: slice) -> Tensor:
+        """Some of them."""
+        return self._values[:, :, points].index_select(0, index.to(self._values.device))
+
+    def panels(self, points: slice) -> Iterator[Panel]:
+        """All of them, as a view."""
+        yield Panel(torch.arange(self.num_parameters), self._values[:, :, points])
+
+    def apply(self, flat: Tensor, result: Tensor) -> None:
+        """One matrix product."""
+        outputs = self._values.flatten(1).T @ flat
+        result += outputs.view(self.num_rows, self.num_points, -1).transpose(0, 1)
+
+    def apply_transposed(self, values: Tensor) -> Tensor:
+        """One matrix product."""
+        outputs = values.transpose(0, 1).reshape(-1, values.shape[2])
+        return self._values.flatten(1) @ outputs
+
+    def square_sums(self) -> Tensor:
+        """Row by row."""
+        return torch.linalg.vector_norm(self._values, dim=(1, 2)).square()
+
+    def select(self, points: Tensor, scale: Tensor) -> DenseJacobian:
+        """Columns at some points."""
+        return DenseJacobian(self._values[:, :, points] * scale)
+
+    def to(self, dtype: torch.dtype) -> DenseJacobian:
+        """Columns of another type."""
+        return DenseJacobian(self._values.to(dtype))

@@ -1,0 +1,109 @@
+"""Columns of a weight that is used at several positions of each point.
+
+A Linear layer over a sequence, a convolution (x_t is then a patch of the image), and a layer that
+is called several times: v_k(i) = Σ_t C_{i,t}[:, μ] · x_{i,t}[ν].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from hcurv.network.layered.layer_jacobian import PANEL_FLOATS, LayerJacobian, LinearShape, Panel
+
+__all__ = ["PositionJacobian"]
+
+
+class PositionJacobian(LayerJacobian):
+    """C_{i,t} and x_{i,t}, for z_{i,t} = W x_{i,t}.
+
+    Args:
+        factors: C_{i,t}, (b, q, d_out, T).
+        inputs: x_{i,t}, (b, d_in, T).
+        by_input: whether the entries of W are numbered input by input.
+    """
+
+    def __init__(self, factors: Tensor, inputs: Tensor, by_input: bool = False) -> None:
+        self._factors, self._inputs = factors, inputs
+        self._shape = LinearShape(factors.shape[2], inputs.shape[1], by_input)
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of entries of W."""
+        return self._shape.size
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows of each point."""
+        return self._factors.shape[1]
+
+    @property
+    def num_points(self) -> int:
+        """The number of points."""
+        return self._inputs.shape[0]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """C and x."""
+        return (self._factors, self._inputs)
+
+    def columns(self, index: Tensor, points: slice) -> Tensor:
+        """Sums over the positions, a few parameters at a time."""
+        factors, inputs = self._factors[points], self._inputs[points]
+        per_parameter = factors[:, :, 0].numel()
+        parts = []
+        for some in index.to(inputs.device).split(max(1, PANEL_FLOATS // max(1, per_parameter))):
+            units, places = self._shape.locate(some)
+            chosen = factors.index_select(2, units)
+            chosen.mul_(inputs.index_select(1, places)[:, None])
+            parts.append(chosen.sum(3).permute(2, 1, 0))
+        return torch.cat(parts) if parts else factors.new_zeros(0, self.num_rows, len(inputs))
+
+    def panels(self, points: slice) -> Iterator[Panel]:
+        """All inputs of some units at a time: one matrix product for each point."""
+        factors, inputs = self._factors[points], self._inputs[points].mT
+        count, rows = len(inputs), self.num_rows
+        step = max(1, PANEL_FLOATS // max(1, count * rows * self._shape.num_inputs))
+        for start in range(0, self._shape.num_units, step):
+            units = slice(start, min(start + step, self._shape.num_units))
+            chosen = factors[:, :, units].reshape(count, -1, factors.shape[3])
+            found = torch.bmm(chosen, inputs).view(count, rows, units.stop - units.start, -1)
+            index = self._shape.number(units).reshape(-1)
+            yield Panel(index, found.permute(2, 3, 1, 0).reshape(index.numel(), rows, count))
+
+    def _point_ranges(self, num_columns: int) -> Iterator[slice]:
+        """Points whose values u, (k·d_out, T), stay small."""
+        floats = num_columns * self._shape.num_units * self._factors.shape[3]
+        step = max(1, PANEL_FLOATS // max(1, floats))
+        for start in range(0, self.num_points, step):
+            yield slice(start, min(start + step, self.num_points))
+
+    def apply(self, flat: Tensor, result: Tensor) -> None:
+        """u_t = Ŵx_t, then Σ_t C_t u_t."""
+        rows, num_columns = self._shape.rows(flat), flat.shape[1]
+        for points in self._point_ranges(num_columns):
+            values = torch.matmul(rows, self._inputs[points])
+            values = values.view(values.shape[0], num_columns, -1)
+            result[points].baddbmm_(self._factors[points].flatten(2), values.mT)
+
+    def apply_transposed(self, values: Tensor) -> Tensor:
+        """z_t = C_tᵀy, then Σ z_t x_tᵀ over points and positions."""
+        num_columns, num_units = values.shape[2], self._shape.num_units
+        result = values.new_zeros(num_columns * num_units, self._shape.num_inputs)
+        for points in self._point_ranges(num_columns):
+            found = torch.bmm(values[points].mT, self._factors[points].flatten(2))
+            found = found.view(found.shape[0], num_columns * num_units, -1)
+            result.addbmm_(found, self._inputs[points].mT)
+        return self._shape.flat(result)
+
+    def select(self, points: Tensor, scale: Tensor) -> PositionJacobian:
+        """Factors of some points."""
+        factors = self._factors[points] * scale[:, None, None, None]
+        return PositionJacobian(factors, self._inputs[points], self._shape.by_input)
+
+    def to(self, dtype: torch.dtype) -> PositionJacobian:
+        """Factors of another type."""
+        factors, inputs = self._factors.to(dtype), self._inputs.to(dtype)
+        return PositionJacobian(factors, inputs, self._shape.by_input)

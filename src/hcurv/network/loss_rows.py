@@ -1,0 +1,119 @@
+"""The rows of R_i by which outputs are weighted: exact, sampled, or those of the empirical Fisher."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from hcurv.losses import Loss
+
+__all__ = ["Fisher", "LossRows", "RowChoice"]
+
+Fisher: TypeAlias = Literal["exact", "empirical"]
+
+
+@dataclass(frozen=True)
+class RowChoice:
+    """Which rows R_i has.
+
+    Attributes:
+        num_samples: m sampled targets for each point, (1/m) Σ g gᵀ over their gradients g, which is
+            unbiased; None for the exact Hessian of the loss.
+        fisher: "exact" for the matrix of the loss's Hessian, or "empirical" for that of the
+            gradients at the targets of the data.
+        seed: the seed of the samples.
+    """
+
+    num_samples: int | None = None
+    fisher: Fisher = "exact"
+    seed: int = 0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the rows are those of a square root of the loss's Hessian."""
+        return self.num_samples is None and self.fisher == "exact"
+
+
+class LossRows:
+    """The q rows of R_i at some points; the loss's reduction is included.
+
+    Args:
+        loss: the loss.
+        outputs: rows of outputs of each point, (b, t, d).
+        targets: the targets of these b·t rows, or None.
+        scale: the number by which the sum of the points' losses is multiplied.
+        choice: which rows are wanted.
+        start: the number of the first point in the data, by which samples are told apart.
+
+    Raises:
+        ValueError: the loss returned another shape, or values that are not finite.
+    """
+
+    def __init__(
+        self,
+        loss: Loss,
+        outputs: Tensor,
+        targets: Tensor | None,
+        scale: float,
+        choice: RowChoice,
+        start: int = 0,
+    ) -> None:
+        self._shape = outputs.shape
+        rows = outputs.flatten(0, 1)
+        name = type(loss).__name__
+        self._samples: list[Tensor] | None = None
+        if choice.fisher == "empirical":
+            assert targets is not None
+            self._samples = [loss.gradient(rows, targets)]
+        elif choice.num_samples is not None:
+            # Each sample of a batch has random numbers of its own.
+            seeds = torch.Generator().manual_seed(choice.seed)
+            first = int(torch.randint(2**62, (1,), generator=seeds)) + start
+            self._samples = [
+                loss.sample_gradient(
+                    rows, targets, torch.Generator().manual_seed(first + number * 2**32)
+                )
+                for number in range(choice.num_samples)
+            ]
+            scale /= choice.num_samples
+        if self._samples is None:
+            root = loss.hessian_sqrt(rows, targets)
+            if tuple(root.shape) != tuple(rows.shape) and (
+                root.ndim != 3 or (root.shape[0], root.shape[2]) != tuple(rows.shape)
+            ):
+                raise ValueError(
+                    f"{name}.hessian_sqrt must return {tuple(rows.shape)} for a diagonal or"
+                    f" ({rows.shape[0]}, q, {rows.shape[1]}) for a dense square root;"
+                    f" got {tuple(root.shape)}"
+                )
+            self._root = root * math.sqrt(scale)
+            values = [self._root]
+        else:
+            self._samples = values = [sample * math.sqrt(scale) for sample in self._samples]
+        if not all(bool(torch.isfinite(value).all()) for value in values):
+            raise ValueError(f"{name} has NaN or infinite derivatives: is the loss convex?")
+
+    @property
+    def num_rows(self) -> int:
+        """The number q of rows of each point."""
+        if self._samples is not None:
+            return len(self._samples)
+        return self._shape[1] * self._root.shape[1]
+
+    def row(self, number: int) -> Tensor:
+        """One row of R_i at every point, in the shape of the outputs, (b, t, d)."""
+        if self._samples is not None:
+            return self._samples[number].view(self._shape)
+        count, positions, width = self._shape
+        position, own = divmod(number, self._root.shape[1])
+        result = self._root.new_zeros(self._shape)
+        root = self._root.view(count, positions, *self._root.shape[1:])[:, position]
+        if root.ndim == 3:
+            result[:, position] = root[:, own]
+        else:
+            result[:, position, own] = root[:, own]
+        return result

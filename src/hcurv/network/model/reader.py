@@ -1,0 +1,298 @@
+"""Read the rows of S of a batch of points from what autograd recorded in a forward pass.
+
+One forward pass records the graph; q backward passes, one for each row of R, give the derivatives
+of the weighted outputs with respect to the results of all functions that use a parameter. What is
+read is compared with autograd on the first points, for each shape that the graph has: a parameter
+for which that fails is read one point at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from hcurv.losses import Loss
+from hcurv.network.layered.dense_jacobian import DenseJacobian
+from hcurv.network.layered.layer_jacobian import LayerJacobian
+from hcurv.network.layered.stacked_jacobian import StackedJacobian
+from hcurv.network.loss_rows import LossRows
+from hcurv.network.model.autograd_graph import Use, find_uses
+from hcurv.network.model.builders import BatchShape, OrderedUse, make_builder
+from hcurv.network.model.contributions import Contribution, DirectUse, LinearUse
+from hcurv.network.model.per_point import PerPointColumns
+from hcurv.network.model.point_rows import RowOrder, find_order
+from hcurv.network.model.rules import contributions_of
+from hcurv.network.model.snapshot import ModelSnapshot
+from hcurv.network.model_inputs import Inputs, num_points
+from hcurv.network.tracing import UnsupportedModelError
+
+__all__ = ["ModelReader", "RowMaker"]
+
+# What is read is compared with autograd at this many points.
+_NUM_CHECKED = 3
+
+Signature: TypeAlias = tuple[Any, ...]
+
+
+class RowMaker(Protocol):
+    """Makes the rows of R_i of a batch; see `LossRows`."""
+
+    def __call__(self, outputs: Tensor, points: slice) -> LossRows:
+        """The rows at a range of points, for outputs (b, t, d)."""
+
+
+class _Reading(NamedTuple):
+    """How a batch is to be read.
+
+    Attributes:
+        uses: for each parameter that is read by rules, all its uses.
+        signature: the shape of the graph, on which the right reading may depend.
+    """
+
+    uses: dict[str, list[OrderedUse]]
+    signature: Signature
+
+
+class ModelReader:
+    """Reads batches of points.
+
+    Args:
+        snapshot: the model.
+        loss: the loss, which says how outputs are arranged.
+        make_rows: gives the rows of R_i at some points.
+    """
+
+    def __init__(self, snapshot: ModelSnapshot, loss: Loss, make_rows: RowMaker) -> None:
+        self._snapshot, self._loss, self._make_rows = snapshot, loss, make_rows
+        self._per_point = PerPointColumns(snapshot, loss)
+        # Parameters for which no rule held, and the orders of rows for graphs that were checked.
+        self._unruly: set[str] = set()
+        self._checked: dict[Signature, list[RowOrder]] = {}
+        self._native_recurrence = False
+
+    @torch.no_grad()
+    def read(self, inputs: Inputs, points: slice) -> StackedJacobian:
+        """The rows of S of some points, with one part for each parameter.
+
+        Args:
+            inputs: the inputs of these points.
+            points: the range of these points in the data.
+
+        Raises:
+            UnsupportedModelError: what was read differs from automatic differentiation.
+        """
+        outputs, uses = self.graph(inputs)
+        if outputs.grad_fn is None:
+            raise UnsupportedModelError(
+                "the outputs do not depend on any parameter with requires_grad=True.",
+                "Is the forward pass inside torch.no_grad()?",
+            )
+        rows = self._make_rows(outputs.detach(), points)
+        batch = _Batch(self._snapshot, inputs, outputs, rows, uses)
+        while True:
+            reading = batch.plan(self._unruly, self._checked)
+            result = batch.read(reading, self._per_point)
+            if reading.signature in self._checked:
+                return result
+            wrong = batch.check(result)
+            if not wrong:
+                if num_points(inputs) > 1:  # A single point does not show how several are ordered.
+                    orders = [o.order for found in reading.uses.values() for o in found]
+                    self._checked[reading.signature] = orders
+                return result
+            if wrong <= self._unruly and not self._per_point.give_up_vectorising():
+                raise UnsupportedModelError(
+                    f"the derivatives of the outputs with respect to '{sorted(wrong)[0]}' could not"
+                    " be read: those of single points do not add up to those of a batch.",
+                    "Do points of a batch influence each other, or is the forward pass random?",
+                )
+            self._unruly |= wrong
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        """Outputs with a graph, arranged as the loss sees them, (b, t, d)."""
+        # The fused LSTM of mkldnn is one node in the graph; the composite one has a node for each
+        # product with its weights.
+        without = torch.backends.mkldnn.flags(enabled=False) if self._native_recurrence else None
+        with torch.enable_grad(), without or contextlib.nullcontext():
+            outputs = self._snapshot.outputs(inputs)
+            return self._loss.split_outputs(outputs)
+
+    def graph(self, inputs: Inputs) -> tuple[Tensor, list[Use]]:
+        """Outputs, and all uses of trainable parameters."""
+        outputs = self.forward(inputs)
+        uses = find_uses(outputs, self._snapshot.trainable)
+        fused = any(use.node.name().startswith("MkldnnRnn") for use in uses)
+        if fused and not self._native_recurrence:
+            self._native_recurrence = True
+            return self.graph(inputs)
+        return outputs, uses
+
+
+class _Batch:
+    """One batch of points: its graph, and the rows of R_i.
+
+    Args:
+        snapshot: the model.
+        inputs: the inputs of the points.
+        outputs: their outputs, with a graph, (b, t, d).
+        rows: the rows of R_i.
+        uses: all uses of trainable parameters in the graph.
+    """
+
+    def __init__(
+        self,
+        snapshot: ModelSnapshot,
+        inputs: Inputs,
+        outputs: Tensor,
+        rows: LossRows,
+        uses: list[Use],
+    ) -> None:
+        self._inputs, self._outputs, self._rows = inputs, outputs, rows
+        self._parameters = snapshot.trainable
+        like = next(iter(self._parameters.values())).detach()
+        self._shape = BatchShape(num_points(inputs), rows.num_rows, like)
+        # What each parameter contributes; None where no rule knows one of its uses.
+        self._known: dict[str, list[Contribution] | None] = {name: [] for name in self._parameters}
+        for use in uses:
+            found = contributions_of(use, self._parameters[use.parameter].detach())
+            known = self._known[use.parameter]
+            both = None if found is None or known is None else [*known, *found]
+            self._known[use.parameter] = both
+
+    def plan(self, unruly: set[str], checked: dict[Signature, list[RowOrder]]) -> _Reading:
+        """Find the order of the rows of all uses.
+
+        Args:
+            unruly: parameters that are not to be read by rules. Those with rows in an unknown order
+                are added.
+            checked: orders that are known, by signature.
+        """
+        while True:
+            known = {
+                name: found
+                for name, found in self._known.items()
+                if found is not None and name not in unruly
+            }
+            every = [use for found in known.values() for use in found]
+            signature = tuple(
+                (name, *(_signature(use, self._shape.num_points) for use in found))
+                for name, found in known.items()
+            )
+            if self._shape.num_points == 1:
+                orders: list[RowOrder | None] = [RowOrder(use.num_rows) for use in every]
+            elif signature in checked:
+                orders = list(checked[signature])
+            else:
+                orders = self._find_orders(every)
+            ordered = dict(zip(map(id, every), orders, strict=True))
+            lost = {
+                name
+                for name, found in known.items()
+                if any(ordered[id(use)] is None for use in found)
+            }
+            if not lost:
+                break
+            unruly |= lost
+        uses = {
+            name: [OrderedUse(use, order) for use in found if (order := ordered[id(use)])]
+            for name, found in known.items()
+        }
+        return _Reading(uses, signature)
+
+    def read(self, reading: _Reading, per_point: PerPointColumns) -> StackedJacobian:
+        """The columns of all parameters."""
+        builders = {
+            name: make_builder(self._parameters[name].numel(), uses, self._shape)
+            for name, uses in reading.uses.items()
+        }
+        nodes = list({o.use.node: None for uses in reading.uses.values() for o in uses})
+        for row in range(self._rows.num_rows):
+            gradients = dict(zip(nodes, self._backward(nodes, self._rows.row(row)), strict=True))
+            for builder in builders.values():
+                builder.add(row, gradients.__getitem__)
+        parts: dict[str, LayerJacobian] = {name: b.finish() for name, b in builders.items()}
+        rest = [name for name in self._parameters if name not in parts]
+        if rest:
+            columns = per_point.of(rest, self._inputs, self._rows)
+            parts |= {name: DenseJacobian(columns[name].contiguous()) for name in rest}
+        return StackedJacobian([parts[name] for name in self._parameters])
+
+    def _backward(self, nodes: list[Any], weights: Tensor) -> tuple[Tensor | None, ...]:
+        """Derivatives of the weighted outputs with respect to the results of some nodes."""
+        if not nodes:
+            return ()
+        edges = [GradientEdge(node, 0) for node in nodes]
+        return torch.autograd.grad(
+            self._outputs, edges, weights, retain_graph=True, allow_unused=True
+        )
+
+    def _find_orders(self, uses: list[Contribution]) -> list[RowOrder | None]:
+        """How the rows of each use are ordered, seen from two points."""
+        count = self._shape.num_points
+        nodes = list({use.node: None for use in uses})
+        generator = torch.Generator().manual_seed(0)
+        seen: dict[int, dict[Any, Tensor | None]] = {}
+        for point in {count - 1, count // 2}:
+            weights = torch.zeros_like(self._outputs)
+            noise = torch.randn(weights[point].shape, generator=generator, dtype=torch.float64)
+            weights[point] = noise.to(weights)
+            seen[point] = dict(zip(nodes, self._backward(nodes, weights), strict=True))
+        result = []
+        for use in uses:
+            masks = {
+                point: _nonzero_rows(use, gradient)
+                for point, found in seen.items()
+                if (gradient := found[use.node]) is not None
+            }
+            result.append(find_order(use.num_rows, count, masks))
+        return result
+
+    def check(self, read: StackedJacobian) -> set[str]:
+        """Names of the parameters whose columns differ from automatic differentiation."""
+        generator = torch.Generator().manual_seed(1)
+        shape = (self._shape.num_points, self._rows.num_rows)
+        mix = torch.randn(shape, generator=generator, dtype=torch.float64).to(self._shape.like)
+        wrong: set[str] = set()
+        for point in range(min(_NUM_CHECKED, shape[0])):
+            weights = torch.zeros_like(self._outputs)
+            for row in range(shape[1]):
+                weights[point] += mix[point, row] * self._rows.row(row)[point]
+            expected = torch.autograd.grad(
+                self._outputs,
+                list(self._parameters.values()),
+                weights,
+                retain_graph=True,
+                allow_unused=True,
+            )
+            chosen = torch.zeros(*shape, 1, dtype=mix.dtype, device=mix.device)
+            chosen[point, :, 0] = mix[point]
+            largest = max((float(g.abs().max()) for g in expected if g is not None), default=0.0)
+            for (name, parameter), gradient, part in zip(
+                self._parameters.items(), expected, read.parts, strict=True
+            ):
+                if parameter.numel() == 0:
+                    continue
+                found = part.apply_transposed(chosen).view_as(parameter)
+                wanted = torch.zeros_like(found) if gradient is None else gradient
+                scale = float(wanted.norm()) + 1e-3 * largest
+                tolerance = torch.finfo(found.dtype).eps ** 0.5
+                if not float((found - wanted).norm()) <= tolerance * scale:
+                    wrong.add(name)
+        return wrong
+
+
+def _signature(use: Contribution, count: int) -> Signature:
+    """What the order of rows, and the right reading, may depend on."""
+    positions = use.inputs.shape[2] if isinstance(use, LinearUse) else 1
+    return (type(use).__name__, use.num_rows / count, positions, tuple(use.entries.shape))
+
+
+def _nonzero_rows(use: Contribution, gradient: Tensor) -> Tensor:
+    """Which rows have a derivative, (R,)."""
+    if isinstance(use, LinearUse):
+        return use.factors(gradient).flatten(1).any(1)
+    return (use.gradients if isinstance(use, DirectUse) else use.factors)(gradient).any(1)

@@ -1,0 +1,131 @@
+"""A copy of the user's model, as it was when it was read."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from hcurv.layout import ParameterLayout
+from hcurv.network.model_inputs import Inputs
+from hcurv.network.tracing import UnsupportedModelError
+
+__all__ = ["ForwardFunction", "ModelSnapshot", "check_parameters", "unwrapped"]
+
+ForwardFunction: TypeAlias = Callable[[Any, Any], Tensor]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside `DataParallel`, `DistributedDataParallel` and compiled wrappers."""
+    while True:
+        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+class ModelSnapshot:
+    """A copy of a model that later training of the model does not change.
+
+    Args:
+        model: the model.
+        forward_fn: computes the outputs from a model and the inputs of a batch; None to call the
+            model with the inputs (a tuple as arguments, a dictionary as keyword arguments).
+
+    Raises:
+        UnsupportedModelError: the model cannot be copied.
+
+    Attributes:
+        module: the copy.
+        layout: names and places of its trainable parameters.
+    """
+
+    def __init__(self, model: nn.Module, forward_fn: ForwardFunction | None = None) -> None:
+        self.module = _copied(unwrapped(model))
+        self._forward_fn = forward_fn
+        self.layout = ParameterLayout.of(self.module)
+
+    @property
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The parameters with ``requires_grad``, by name, in the order of the layout."""
+        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+
+    def outputs(self, inputs: Inputs, module: Callable[..., Any] | None = None) -> Tensor:
+        """Run the model, with autograd as it is.
+
+        Args:
+            inputs: inputs of some points.
+            module: what to call instead of the copy of the model.
+
+        Raises:
+            UnsupportedModelError: the model does not return a tensor with a row for each point.
+        """
+        run: Any = self.module if module is None else module
+        if self._forward_fn is not None:
+            result = self._forward_fn(run, inputs)
+        elif isinstance(inputs, Tensor):
+            result = run(inputs)
+        elif isinstance(inputs, Mapping):
+            result = run(**inputs)
+        else:
+            result = run(*inputs)
+        if not isinstance(result, Tensor):
+            raise UnsupportedModelError(
+                f"the model must return one tensor of outputs; got {type(result).__name__}.",
+                "Pass forward_fn=, a function of the model and the inputs that returns the outputs.",
+            )
+        return result
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    # Hooks of older torch utilities (weight_norm, prune) leave tensors with a history on modules,
+    # which cannot be copied. They are computed anew in each forward pass.
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                memo[id(value)] = value.detach().clone()
+    try:
+        copied = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"the model cannot be copied: {type(error).__name__}: {error}.",
+            "Make it work with copy.deepcopy(model).",
+        ) from error
+    for parameter in copied.parameters():
+        parameter.grad = None
+    return copied
+
+
+def check_parameters(model: nn.Module) -> tuple[torch.dtype, torch.device]:
+    """The type and device of all parameters; refuse those that do not fit.
+
+    Raises:
+        ValueError: a parameter is NaN or infinite, on another device, or none is trainable.
+        TypeError: the model is no module, or parameters are neither all float32 nor all float64.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    everything = dict(model.named_parameters())
+    if not any(p.requires_grad for p in everything.values()):
+        raise ValueError("the model has no parameter with requires_grad=True: nothing to do")
+    dtypes = {p.dtype for p in everything.values()}
+    if not dtypes <= {torch.float32, torch.float64} or len(dtypes) > 1:
+        listed = ", ".join(sorted(str(dtype) for dtype in dtypes))
+        raise TypeError(
+            f"parameters must be all float32 or all float64; got {listed}"
+            " (convert the model with .float() or .double())"
+        )
+    devices = {str(p.device) for p in everything.values()}
+    if len(devices) > 1:
+        raise ValueError(f"parameters must be on one device; got {', '.join(sorted(devices))}")
+    for name, parameter in everything.items():
+        if not bool(torch.isfinite(parameter).all()):
+            raise ValueError(f"the parameter '{name}' has NaN or infinite values")
+    first = next(iter(everything.values()))
+    return first.dtype, first.device
