@@ -243,6 +243,18 @@ class ParameterLayout:
                 units.extend(torch.cat(tables, 1))
         return units
 
+    def layer_shape(self, layer: str) -> tuple[int, int]:
+        """Inputs and outputs of a layer: columns and rows of its largest weight.
+
+        Examples:
+            >>> H.layout.layer_shape("0")
+            (4, 6)
+        """
+        shapes = [self.shapes[name] for name in self.layers[layer]]
+        largest = max(shapes, key=lambda shape: (len(shape) > 1, shape.numel()))
+        height = largest[0] if largest else 1
+        return (prod(largest[1:]), height)
+
     def expand(self, values: Mapping[str, float | Tensor]) -> Tensor:
         """One number for each flat index, (N,), double precision, from numbers by name.
 

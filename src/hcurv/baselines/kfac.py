@@ -47,6 +47,7 @@ from hcurv.losses import Loss
 from hcurv.memory import require_bytes
 from hcurv.network.batches import Data
 from hcurv.network.problem import read_problem
+from hcurv.network.tracing import UnsupportedModelError
 from hcurv.operators import SymmetricOperator
 
 __all__ = ["KFAC"]
@@ -106,6 +107,8 @@ class KFAC(SymmetricOperator):
         seed = check_seed(seed)
         self.structure: Structure = structure
         problem = read_problem(model, loss, data)
+        if problem.network is None:
+            raise UnsupportedModelError("K-FAC is made for chains of Linear layers.")
         self._network = problem.network
         self._layers = [
             LayerMatrix(layer.parameters) for layer in self._network.layers if layer.trainable

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from hcurv.network.model_inputs import Inputs, is_inputs, map_inputs, num_points, tensors_of
+
 __all__ = ["Batches", "Data", "Survey", "convert_targets"]
 
-Batch: TypeAlias = tuple[Tensor, Tensor | None]
-Data: TypeAlias = Tensor | tuple[Tensor, Tensor] | Iterable[Tensor | tuple[Tensor, Tensor]]
+Batch: TypeAlias = tuple[Inputs, Tensor | None]
+Data: TypeAlias = Inputs | tuple[Inputs, Tensor] | Iterable[Inputs | tuple[Inputs, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -34,17 +36,20 @@ class Survey:
     """
 
     num_points: int
-    first_inputs: Tensor
+    first_inputs: Inputs
     targets: Tensor | None
     checksums: tuple[int, ...]
 
 
 class Batches:
-    """A uniform view of an input tensor, an (inputs, targets) pair, or an iterable of batches.
+    """A uniform view of inputs, an (inputs, targets) pair, or an iterable of batches of either.
+
+    Inputs are a tensor, or a tuple or a dictionary of tensors, all with one row per point.
 
     Args:
         data: the data as the user passed it.
-        dtype: the type that the inputs must have, and that floating-point targets are converted to.
+        dtype: the type that floating-point inputs must have, and that floating-point targets are
+            converted to.
         device: the device that batches are moved to.
 
     Raises:
@@ -52,7 +57,7 @@ class Batches:
     """
 
     def __init__(self, data: Data, dtype: torch.dtype, device: torch.device) -> None:
-        whole = isinstance(data, Tensor) or _is_pair_of_tensors(data)
+        whole = isinstance(data, Tensor | Mapping) or _is_pair(data)
         if not whole and not isinstance(data, Iterable):
             raise TypeError(f"{_EXPECTED}; got {type(data).__name__}")
         if isinstance(data, Iterator):
@@ -70,11 +75,11 @@ class Batches:
         for position, item in enumerate(self._source):
             inputs, targets = _split(item, position)
             _check_inputs(inputs, targets, position, self._dtype)
-            if inputs.shape[0]:
+            if num_points(inputs):
                 converted = None
                 if targets is not None:
                     converted = convert_targets(targets, self._dtype, self._device)
-                yield inputs.detach().to(self._device), converted
+                yield map_inputs(lambda tensor: tensor.detach().to(self._device), inputs), converted
 
     def survey(self) -> Survey:
         """Read all of the data once, check it, and count it.
@@ -83,21 +88,25 @@ class Batches:
             ValueError: the data is empty, the batches do not go together, or an input is not
                 finite.
         """
-        num_points, first = 0, None
+        total, first = 0, None
         targets: list[Tensor] = []
         checksums: list[int] = []
         for inputs, batch_targets in self:
             if first is None:
                 first = inputs
-            if inputs.shape[1:] != first.shape[1:]:
+            if _point_shapes(inputs) != _point_shapes(first):
                 raise ValueError(
-                    f"batch {len(checksums)} has points of shape {tuple(inputs.shape[1:])}, the"
-                    f" first batch {tuple(first.shape[1:])} (to pass inputs and targets at once,"
+                    f"batch {len(checksums)} has points of shape {_listed(inputs)}, the"
+                    f" first batch {_listed(first)} (to pass inputs and targets at once,"
                     " use a tuple (inputs, targets), not a list)"
                 )
-            if not all(math.isfinite(extreme) for extreme in torch.aminmax(inputs)):
-                raise ValueError(f"inputs of batch {len(checksums)} have NaN or infinite values")
-            num_points += inputs.shape[0]
+            for tensor in tensors_of(inputs):
+                if tensor.is_floating_point() and tensor.numel():
+                    if not all(math.isfinite(extreme) for extreme in torch.aminmax(tensor)):
+                        raise ValueError(
+                            f"inputs of batch {len(checksums)} have NaN or infinite values"
+                        )
+            total += num_points(inputs)
             if batch_targets is not None:
                 targets.append(batch_targets)
             checksums.append(self._checksum(inputs))
@@ -105,7 +114,7 @@ class Batches:
             raise ValueError("data is empty: at least one point is needed")
         if targets and len(targets) != len(checksums):
             raise ValueError("some batches have targets and some do not")
-        return Survey(num_points, first, torch.cat(targets) if targets else None, tuple(checksums))
+        return Survey(total, first, torch.cat(targets) if targets else None, tuple(checksums))
 
     def reread(self, survey: Survey) -> Iterator[Batch]:
         """Yield the batches again, and make sure that they are those of the survey.
@@ -122,15 +131,17 @@ class Batches:
         if position != len(survey.checksums):
             raise ValueError(_CHANGED)
 
-    def _checksum(self, inputs: Tensor) -> int:
-        if self._whole:
-            return 0  # A tensor in memory cannot reshuffle.
-        return zlib.crc32(inputs.cpu().contiguous().numpy().tobytes())
+    def _checksum(self, inputs: Inputs) -> int:
+        result = 0
+        if not self._whole:  # A tensor in memory cannot reshuffle.
+            for tensor in tensors_of(inputs):
+                result = zlib.crc32(tensor.cpu().contiguous().numpy().tobytes(), result)
+        return result
 
 
 _EXPECTED = (
-    "data must be an input tensor, a tuple (inputs, targets), or an iterable of batches of"
-    " either, such as a DataLoader"
+    "data must be inputs (a tensor, or a dictionary of tensors), a tuple (inputs, targets), or an"
+    " iterable of batches of either, such as a DataLoader"
 )
 _CHANGED = (
     "the data differs between two passes over it; use a DataLoader with shuffle=False and without"
@@ -160,36 +171,55 @@ def convert_targets(targets: Tensor, dtype: torch.dtype, device: torch.device) -
     return targets if targets.dtype == torch.bool else targets.long()
 
 
-def _is_pair_of_tensors(item: object) -> bool:
-    return isinstance(item, tuple) and len(item) == 2 and all(isinstance(x, Tensor) for x in item)
+def _is_pair(item: object) -> bool:
+    """Whether this is (inputs, targets)."""
+    is_pair = isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], Tensor)
+    return is_pair and is_inputs(item[0])
+
+
+def _point_shapes(inputs: Inputs) -> list[torch.Size]:
+    return [tensor.shape[1:] for tensor in tensors_of(inputs)]
+
+
+def _listed(inputs: Inputs) -> str:
+    return ", ".join(str(tuple(shape)) for shape in _point_shapes(inputs))
 
 
 def _split(item: object, position: int) -> Batch:
     """Take one item of the data apart into inputs and targets."""
-    if isinstance(item, Tensor):
-        return item, None
+    inputs, targets = item, None
     if isinstance(item, tuple | list) and 1 <= len(item) <= 2:
-        if all(isinstance(tensor, Tensor) for tensor in item):
-            return item[0], item[1] if len(item) == 2 else None
+        inputs, targets = item[0], item[1] if len(item) == 2 else None
+    if is_inputs(inputs) and (targets is None or isinstance(targets, Tensor)):
+        if isinstance(inputs, list):
+            inputs = tuple(inputs)
+        return inputs, targets  # type: ignore[return-value]
     raise TypeError(f"{_EXPECTED}; batch {position} is a {type(item).__name__}")
 
 
 def _check_inputs(
-    inputs: Tensor, targets: Tensor | None, position: int, dtype: torch.dtype
+    inputs: Inputs, targets: Tensor | None, position: int, dtype: torch.dtype
 ) -> None:
     """Refuse a batch whose inputs have another type or too few axes, or do not fit its targets."""
-    if inputs.dtype != dtype:
-        raise TypeError(
-            f"inputs must be {dtype}, like the parameters; batch {position} is {inputs.dtype}"
-            f" (convert it with .to({dtype}))"
-        )
-    if inputs.ndim < 2:
+    for tensor in tensors_of(inputs):
+        if tensor.is_complex() or (tensor.is_floating_point() and tensor.dtype != dtype):
+            raise TypeError(
+                f"inputs must be {dtype}, like the parameters; batch {position} is {tensor.dtype}"
+                f" (convert it with .to({dtype}))"
+            )
+        if tensor.ndim < 1 or (tensor.ndim < 2 and isinstance(inputs, Tensor)):
+            raise ValueError(
+                "inputs must have one row per point, (points, features);"
+                f" batch {position} has shape {tuple(tensor.shape)}"
+            )
+    counts = {tensor.shape[0] for tensor in tensors_of(inputs)}
+    if len(counts) > 1:
         raise ValueError(
-            "inputs must have one row per point, (points, features);"
-            f" batch {position} has shape {tuple(inputs.shape)}"
+            f"all inputs of a batch must have one row per point; batch {position} has tensors of"
+            f" {', '.join(str(count) for count in sorted(counts))} rows"
         )
-    if targets is not None and targets.shape[:1] != inputs.shape[:1]:
+    if targets is not None and targets.shape[:1] != (num_points(inputs),):
         raise ValueError(
-            f"batch {position} has {inputs.shape[0]} inputs but targets of shape"
+            f"batch {position} has {num_points(inputs)} inputs but targets of shape"
             f" {tuple(targets.shape)}"
         )

@@ -12,14 +12,15 @@ from tqdm import tqdm
 from hcurv.factorized import DampingLike, Factorized, as_damping
 from hcurv.indexing import check_count, check_seed
 from hcurv.losses import Loss
-from hcurv.network import products
 from hcurv.network.batches import Data, convert_targets
-from hcurv.network.chain_root import ChainRoot
 from hcurv.network.factored_matrix import FactoredMatrix
-from hcurv.network.precompute import compute_factors
+from hcurv.network.loss_rows import Fisher, RowChoice
+from hcurv.network.memory_plan import MemoryPlan
+from hcurv.network.model.snapshot import ForwardFunction
 from hcurv.network.problem import check_targets, loss_scale, read_problem
 from hcurv.network.random_draws import draw_points
 from hcurv.network.reading import Network
+from hcurv.network.root_of_problem import compute_gradient, compute_root
 from hcurv.network.sampling import SampledEntries, Scheme
 
 __all__ = ["GaussNewton"]
@@ -37,15 +38,28 @@ class GaussNewton(FactoredMatrix):
     ``requires_grad``; `layout` gives them names.
 
     Args:
-        model: a chain of Linear layers and elementwise activations, in any module.
+        model: any model that treats its points independently. It is read from what autograd
+            records in a forward pass, so that control flow, attention, recurrence, tied weights
+            and functions of your own are fine. Chains of Linear layers have faster forms.
         loss: a torch loss module or an `hcurv.losses.Loss`; its ``reduction`` is respected.
-        data: an input tensor, a tuple (inputs, targets), or an iterable of batches of either that
-            can be read twice and yields the same both times.
+        data: inputs, a tuple (inputs, targets), or an iterable of batches of either that can be
+            read twice and yields the same both times. Inputs are a tensor, a dictionary of tensors
+            (the model's keyword arguments) or, in a batch with targets, a tuple of tensors (its
+            arguments).
+        num_samples: m, to estimate H without bias from m sampled targets a point instead of all
+            outputs. It saves time and memory where there are many outputs, as in language models.
+            None for the exact matrix.
+        fisher: "exact", or "empirical" for Σ g_i g_iᵀ with the gradients g_i at the targets of the
+            data, one for each point, which is another matrix.
+        forward_fn: a function of the model and the inputs of a batch that returns the outputs, for
+            models with unusual signatures.
+        seed: the seed of sampled targets.
         workspace: the number of bytes of temporary memory that one call may use beyond its result.
         progress: whether to show a progress bar of the precomputation.
 
     Raises:
-        UnsupportedModelError: the model is not such a chain.
+        UnsupportedModelError: points of a batch influence each other, or the forward pass is
+            random.
         InsufficientMemoryError: the factors would not fit into free memory.
         TypeError, ValueError: the model, the loss or the data do not fit; the message says what to
             do about it.
@@ -64,34 +78,49 @@ class GaussNewton(FactoredMatrix):
         loss: nn.Module | Loss,
         data: Data,
         *,
+        num_samples: int | None = None,
+        fisher: Fisher = "exact",
+        forward_fn: ForwardFunction | None = None,
+        seed: int = 0,
         workspace: int = 2**28,
         progress: bool = False,
     ) -> None:
         if workspace < MIN_WORKSPACE:
             raise ValueError(f"workspace must be at least {MIN_WORKSPACE} bytes; got {workspace}")
-        problem = read_problem(model, loss, data)
-        self._network, self._loss = problem.network, problem.loss
-        self._targets, self._scale = problem.targets, problem.scale
-        self._points: Tensor | None = None
-        self._point_weights: Tensor | None = None
+        choice = _row_choice(num_samples, fisher, check_seed(seed))
+        problem = read_problem(model, loss, data, forward_fn=forward_fn, choice=choice)
         with (
             torch.no_grad(),
             tqdm(total=problem.num_points, unit="points", disable=not progress) as bar,
         ):
-            factors = compute_factors(problem, int(workspace), bar.update)
-        super().__init__(ChainRoot(factors), int(workspace))
+            root, problem, self._memory_plan = compute_root(problem, int(workspace), bar.update)
+        self._problem = problem
+        self._points: Tensor | None = None
+        self._point_weights: Tensor | None = None
+        super().__init__(root, int(workspace))
 
     def __repr__(self) -> str:
         """Describe the size, the data and the memory in one line."""
         return (
             f"GaussNewton(N={self.shape[0]}, num_points={self.num_points},"
-            f" loss={type(self._loss).__name__}, dtype={self.dtype}, nbytes={self.nbytes})"
+            f" loss={type(self._problem.loss).__name__}, dtype={self.dtype}, nbytes={self.nbytes})"
         )
 
     @property
-    def network(self) -> Network:
-        """The network as it was read: a snapshot that later training does not change."""
-        return self._network
+    def network(self) -> Network | None:
+        """The model as a chain of Linear layers, a snapshot; None if it is none."""
+        return self._problem.network
+
+    def memory_plan(self) -> MemoryPlan:
+        """What is stored for each parameter, and in which form; it prints as a table.
+
+        It was known before anything was allocated.
+
+        Examples:
+            >>> H.memory_plan().stored_bytes == H.nbytes
+            True
+        """
+        return self._memory_plan
 
     def sample_entries(
         self, num_samples: int = 1000, scheme: Scheme = "importance", seed: int = 0
@@ -155,7 +184,6 @@ class GaussNewton(FactoredMatrix):
             result = copy.copy(self)
             result._root = self._root.select(points, weights.sqrt().to(self.dtype))
             result._points = self.points[points]
-            result._targets = None if self._targets is None else self._targets[points]
             earlier = 1.0 if self._point_weights is None else self._point_weights[points]
             result._point_weights = weights * earlier
             return result
@@ -255,22 +283,37 @@ class GaussNewton(FactoredMatrix):
             >>> torch.allclose(H.gradient(), flat)
             True
         """
-        targets = self._targets if targets is None else targets
+        problem = self._problem
+        if targets is None and problem.targets is not None:
+            targets = problem.targets[self.points]
         if targets is None:
             raise ValueError("the data has no targets: pass gradient(targets)")
         if not isinstance(targets, Tensor) or targets.shape[:1] != (self.num_points,):
             given = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
             raise ValueError(f"targets must be a tensor of {self.num_points} rows; got {given}")
         targets = convert_targets(targets, self.dtype, self.device)
-        shape = (self.num_points, self._network.num_outputs)
-        check_targets(self._loss, *shape, targets)
+        shape = (self.num_points, *problem.point_shape)
+        check_targets(problem.loss, shape, targets)
         if self._point_weights is None:
-            weights = torch.full(
-                shape[:1], loss_scale(self._loss, *shape, targets), dtype=self.dtype
-            ).to(self.device)
+            scale = loss_scale(problem.loss, shape, targets)
+            weights = torch.full(shape[:1], scale, dtype=self.dtype, device=self.device)
         else:  # This matrix was made by `subsample`, and estimates the gradient over all points.
-            weights = (self._scale * self._point_weights).to(self.dtype)
+            weights = (problem.scale * self._point_weights).to(self.dtype)
         with torch.no_grad():
-            return products.gradient(
-                self._network, self._root.factors, self._loss, targets, weights, self._workspace
+            return compute_gradient(
+                problem, self._root, self.points, targets, weights, self._workspace
             )
+
+
+def _row_choice(num_samples: int | None, fisher: Fisher, seed: int) -> RowChoice:
+    """Check which rows of R are asked for."""
+    if fisher not in ("exact", "empirical"):
+        raise ValueError(f'fisher must be "exact" or "empirical"; got {fisher!r}')
+    if num_samples is not None:
+        num_samples = check_count(num_samples, "num_samples")
+        if fisher == "empirical":
+            raise ValueError(
+                "num_samples= draws targets from the model, fisher=\"empirical\" takes those of the"
+                " data: pass one of them"
+            )
+    return RowChoice(num_samples, fisher, seed)

@@ -98,6 +98,11 @@ class LossRows:
             raise ValueError(f"{name} has NaN or infinite derivatives: is the loss convex?")
 
     @property
+    def root(self) -> Tensor:
+        """R_i of all rows of outputs, (b·t, q', d), or (b·t, d) if every R_i is diagonal."""
+        return self._root
+
+    @property
     def num_rows(self) -> int:
         """The number q of rows of each point."""
         if self._samples is not None:
@@ -117,3 +122,13 @@ class LossRows:
         else:
             result[:, position, own] = root[:, own]
         return result
+
+    def combine(self, weights: Tensor) -> Tensor:
+        """Σ_a weights[i, a] R_i[a], in the shape of the outputs, (b, t, d)."""
+        if self._samples is not None:
+            stacked = torch.stack([sample.view(self._shape) for sample in self._samples])
+            return torch.einsum("ba,abtd->btd", weights, stacked)
+        by_row = weights.reshape(self._root.shape[0], -1)
+        if self._root.ndim == 2:
+            return (by_row * self._root).view(self._shape)
+        return torch.bmm(by_row[:, None], self._root).view(self._shape)

@@ -146,7 +146,10 @@ def compute_factors(
         InsufficientMemoryError: the factors do not fit into free memory; nothing was allocated.
     """
     network, num_points = problem.network, problem.num_points
-    sample = forward_pass(network, problem.survey.first_inputs[:1], 0)
+    assert network is not None
+    first = problem.survey.first_inputs
+    assert isinstance(first, Tensor)
+    sample = forward_pass(network, first[:1], 0)
     root = problem.loss_root(sample.outputs, sample.points)
     plan = plan_factors(network, num_points, root.shape[1], diagonal=root.ndim == 2)
     require_bytes(
@@ -162,6 +165,7 @@ def compute_factors(
     jacobian = plan.jacobian.reserve()
     start = 0
     for inputs in problem.inputs():
+        assert isinstance(inputs, Tensor)
         for some in inputs.split(batch_size):
             batch = forward_pass(network, some, start)
             root = problem.loss_root(batch.outputs, batch.points)

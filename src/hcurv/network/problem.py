@@ -1,38 +1,56 @@
-"""A network, a loss and data that fit together: what every curvature matrix starts from."""
+"""A model, a loss and data that fit together: what every curvature matrix starts from."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from hcurv.layout import ParameterLayout
 from hcurv.losses import Loss, as_loss
 from hcurv.network.batches import Batches, Data, Survey
-from hcurv.network.reading import Network, check_reading, read_network
+from hcurv.network.loss_rows import LossRows, RowChoice
+from hcurv.network.model.snapshot import (
+    ForwardFunction,
+    ModelSnapshot,
+    check_parameters,
+    unwrapped,
+)
+from hcurv.network.model_inputs import Inputs, map_inputs, num_points, tensors_of
+from hcurv.network.reading import Network, read_network
+from hcurv.network.tracing import UnsupportedModelError
 
 __all__ = ["Problem", "check_targets", "loss_scale", "read_problem"]
+
+# The model is tried on this many points.
+NUM_TRIED = 3
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A network, a loss and data, all of them checked. Made by `read_problem`.
+    """A model, a loss and data, all of them checked. Made by `read_problem`.
 
     Attributes:
-        network: the network as it was read, a snapshot.
+        snapshot: a copy of the model.
+        network: the model as a chain of Linear layers, if it is one.
         loss: the loss.
         batches: the data, which can be read again.
         survey: what the first pass over the data found.
+        point_shape: the shape of the outputs of one point.
         scale: the number by which the sum of the points' losses is multiplied.
+        choice: which rows R_i has.
     """
 
-    network: Network
+    snapshot: ModelSnapshot
+    network: Network | None
     loss: Loss
     batches: Batches
     survey: Survey
+    point_shape: tuple[int, ...]
     scale: float
+    choice: RowChoice
 
     @property
     def num_points(self) -> int:
@@ -44,79 +62,191 @@ class Problem:
         """The targets of all points, or None if the data has none."""
         return self.survey.targets
 
-    def inputs(self) -> Iterator[Tensor]:
+    @property
+    def layout(self) -> ParameterLayout:
+        """Names and places of the trainable parameters."""
+        return self.snapshot.layout
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the parameters."""
+        return next(self.snapshot.module.parameters()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return next(self.snapshot.module.parameters()).device
+
+    def inputs(self) -> Iterator[Inputs]:
         """Read the inputs of all batches once more, making sure that they are the same."""
         for inputs, _ in self.batches.reread(self.survey):
             yield inputs
 
+    def loss_rows(self, outputs: Tensor, points: slice) -> LossRows:
+        """The rows of R_i at a range of points, the loss's reduction included.
+
+        Args:
+            outputs: outputs at the points as the loss sees them, (b, t, d).
+            points: the range of these b points in the data.
+
+        Raises:
+            ValueError: the outputs are not finite, or do not fit the loss.
+        """
+        if not bool(torch.isfinite(outputs).all()):
+            raise ValueError(
+                f"the network's outputs are NaN or infinite at points {points.start} to"
+                f" {points.stop - 1}: its weights or the inputs are too large"
+            )
+        self.loss.check_outputs(outputs.flatten(0, 1))
+        targets = None if self.targets is None else self.targets[points]
+        if targets is not None:
+            targets = self.loss.split_targets(targets, (len(targets), *self.point_shape))
+        return LossRows(self.loss, outputs, targets, self.scale, self.choice, points.start)
+
     def loss_root(self, outputs: Tensor, points: slice) -> Tensor:
-        """Evaluate the square roots R_i of the loss's Hessian, with its reduction included.
+        """The square roots R_i, for a chain: (b, q, d), or (b, d) if every R_i is diagonal.
 
         Args:
             outputs: outputs of the network at the points, (b, d).
             points: the range of these b points in the data.
-
-        Returns:
-            (b, q, d), or (b, d) if every R_i is diagonal.
-
-        Raises:
-            ValueError: the loss returned another shape, or values that are not finite.
         """
-        targets = None if self.targets is None else self.targets[points]
-        root = self.loss.hessian_sqrt(outputs, targets)
-        num_points, num_outputs = outputs.shape
-        shape, name = tuple(root.shape), type(self.loss).__name__
-        if shape != (num_points, num_outputs) and (
-            root.ndim != 3 or (shape[0], shape[2]) != (num_points, num_outputs)
-        ):
-            raise ValueError(
-                f"{name}.hessian_sqrt must return ({num_points}, {num_outputs}) for a diagonal or"
-                f" ({num_points}, q, {num_outputs}) for a dense square root; got {shape}"
-            )
-        if not bool(torch.isfinite(root).all()):
-            raise ValueError(f"{name}.hessian_sqrt has NaN or infinite values: is the loss convex?")
-        return root * math.sqrt(self.scale)
+        return self.loss_rows(outputs[:, None], points).root
+
+    def first_points(self, count: int) -> Problem:
+        """The same model and loss, over the first points alone."""
+        inputs = map_inputs(lambda tensor: tensor[:count], self.survey.first_inputs)
+        targets = None if self.targets is None else self.targets[: num_points(inputs)]
+        batch = (inputs,) if targets is None else (inputs, targets)
+        batches = Batches([batch], self.dtype, self.device)  # type: ignore[list-item]
+        return replace(self, batches=batches, survey=batches.survey())
 
 
-def read_problem(model: nn.Module, loss: nn.Module | Loss, data: Data) -> Problem:
+def read_problem(
+    model: nn.Module,
+    loss: nn.Module | Loss,
+    data: Data,
+    *,
+    forward_fn: ForwardFunction | None = None,
+    choice: RowChoice | None = None,
+) -> Problem:
     """Read a model, a loss and data, and check that they fit together.
 
     Args:
-        model: a chain of Linear layers and elementwise activations.
+        model: any model that treats its points independently.
         loss: a torch loss module or a `Loss`.
         data: as for `GaussNewton`.
+        forward_fn: computes the outputs from a model and the inputs of a batch.
+        choice: which rows R_i has; None for the exact ones.
 
     Raises:
-        UnsupportedModelError: the model is not such a chain.
+        UnsupportedModelError: points influence each other, or the forward pass is random.
         TypeError, ValueError: the loss is not supported, or the data does not fit the model or
             the loss.
     """
     known_loss = as_loss(loss)
-    network = read_network(model)
+    choice = RowChoice() if choice is None else choice
+    dtype, device = check_parameters(model)
     with torch.no_grad():
-        batches = Batches(data, network.dtype, network.device)
+        batches = Batches(data, dtype, device)
         survey = batches.survey()
-        check_reading(network, model, survey.first_inputs)
-        shape = (survey.num_points, network.num_outputs)
-        check_targets(known_loss, *shape, survey.targets)
-        scale = loss_scale(known_loss, *shape, survey.targets)
-    return Problem(network, known_loss, batches, survey, scale)
+        snapshot = ModelSnapshot(model, forward_fn)
+        few = map_inputs(lambda tensor: tensor[:NUM_TRIED], survey.first_inputs)
+        outputs = _try_model(snapshot, few)
+        shape = (survey.num_points, *outputs.shape[1:])
+        check_targets(known_loss, shape, survey.targets, choice)
+        scale = loss_scale(known_loss, shape, survey.targets)
+        network = None
+        if forward_fn is None and choice.is_exact and outputs.ndim == 2:
+            network = _read_chain(unwrapped(model), few, outputs)
+    return Problem(snapshot, network, known_loss, batches, survey, shape[1:], scale, choice)
 
 
-def check_targets(loss: Loss, num_points: int, num_outputs: int, targets: Tensor | None) -> None:
+def _try_model(snapshot: ModelSnapshot, few: Inputs) -> Tensor:
+    """The outputs of a few points; refuse models whose outputs depend on more than the point."""
+    shapes = ", ".join(str(tuple(tensor.shape[1:])) for tensor in tensors_of(few))
+    try:
+        outputs = snapshot.outputs(few)
+        again = snapshot.outputs(few)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"the model cannot read points of shape {shapes}: {type(error).__name__}: {error}"
+        ) from error
+    count = num_points(few)
+    if outputs.ndim < 1 or outputs.shape[0] != count:
+        raise ValueError(
+            "the model must return one row of outputs for each point;"
+            f" it returned shape {tuple(outputs.shape)} for {count} points of shape {shapes}"
+        )
+    if not torch.equal(outputs, again) and bool(torch.isfinite(outputs).all()):
+        raise UnsupportedModelError(
+            "the forward pass is random: two passes over the same points differ.",
+            "Call model.eval(), or remove what is random.",
+        )
+    try:
+        singles = [
+            snapshot.outputs(map_inputs(lambda tensor: tensor[i : i + 1], few))  # noqa: B023
+            for i in range(count)
+        ]
+        alone = torch.cat(singles)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"the model cannot run on a single point: {type(error).__name__}: {error}.",
+            "Points must not influence each other: call model.eval(), if it has batch"
+            " normalisation.",
+        ) from error
+    if alone.shape != outputs.shape or not _close(alone, outputs):
+        raise UnsupportedModelError(
+            f"the model's outputs on {count} points differ from those of one point at a time:"
+            " points of a batch influence each other.",
+            "Call model.eval(), if it has batch normalisation.",
+        )
+    return outputs
+
+
+def _close(first: Tensor, second: Tensor) -> bool:
+    finite = second[torch.isfinite(second)]
+    scale = float(finite.abs().max()) if finite.numel() else 0.0
+    tolerance = torch.finfo(second.dtype).eps ** 0.5
+    return torch.allclose(first, second, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+
+
+def _read_chain(model: nn.Module, few: Inputs, outputs: Tensor) -> Network | None:
+    """The model as a chain of Linear layers; None if it is none, or has hooks and the like."""
+    if not isinstance(few, Tensor) or not few.is_floating_point():
+        return None
+    try:
+        network = read_network(model)
+        current = network.prepare_inputs(few)
+    except (UnsupportedModelError, ValueError):
+        return None
+    for layer in network.layers:
+        current, _ = layer.propagate(current)
+    return network if current.shape == outputs.shape and _close(current, outputs) else None
+
+
+def check_targets(
+    loss: Loss, shape: tuple[int, ...], targets: Tensor | None, choice: RowChoice | None = None
+) -> None:
     """Refuse targets that are missing or do not fit the loss.
 
     Args:
         loss: the loss.
-        num_points: n.
-        num_outputs: the number of outputs of the network.
+        shape: the shape of the outputs of all points.
         targets: the targets of all points, or None.
+        choice: which rows R_i has.
 
     Raises:
         ValueError: the targets do not fit, or are missing although the Hessian depends on them.
     """
     if targets is not None:
-        loss.check_targets((num_points, num_outputs), targets)
+        loss.check_targets(shape, targets)
+    elif choice is not None and choice.fisher == "empirical":
+        raise ValueError(
+            "the empirical Fisher matrix is made of gradients at the targets: pass data as"
+            " (inputs, targets) or as batches of both"
+        )
     elif loss.needs_targets:
         raise ValueError(
             f"the Hessian of this {type(loss).__name__} loss depends on the targets: pass data as"
@@ -124,13 +254,12 @@ def check_targets(loss: Loss, num_points: int, num_outputs: int, targets: Tensor
         )
 
 
-def loss_scale(loss: Loss, num_points: int, num_outputs: int, targets: Tensor | None) -> float:
+def loss_scale(loss: Loss, shape: tuple[int, ...], targets: Tensor | None) -> float:
     """Find the number by which the loss multiplies the sum over points: 1, or 1 over its divisor.
 
     Args:
         loss: the loss.
-        num_points: n.
-        num_outputs: the number of outputs of the network.
+        shape: the shape of the outputs of all points.
         targets: the targets of all points, or None.
 
     Raises:
@@ -138,7 +267,7 @@ def loss_scale(loss: Loss, num_points: int, num_outputs: int, targets: Tensor | 
     """
     if loss.reduction == "sum":
         return 1.0
-    divisor = loss.divisor((num_points, num_outputs), targets)
+    divisor = loss.divisor(shape, targets)
     if not divisor > 0:
         raise ValueError(
             "no point counts towards the mean of the loss (all are ignored or weigh nothing)"

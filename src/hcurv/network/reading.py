@@ -23,7 +23,7 @@ from hcurv.network.tracing import (
     trace_stages,
 )
 
-__all__ = ["Layer", "Network", "check_reading", "read_network"]
+__all__ = ["Layer", "Network", "read_network"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,11 +152,7 @@ def read_network(module: nn.Module) -> Network:
 
     Raises:
         UnsupportedModelError: the module is not such a chain; the message names the part at fault.
-        ValueError: a parameter is NaN or infinite, or there is none to differentiate.
-        TypeError: the parameters are neither all float32 nor all float64.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module; got {type(module).__name__}")
     model = module
     if isinstance(module, nn.Linear):
         # torch.fx records what the root module does inside, so the layer must not be the root.
@@ -189,43 +185,8 @@ def read_network(module: nn.Module) -> Network:
     return Network(tuple(layers), extract_function(module, stages[0]), layout)
 
 
-def check_reading(network: Network, module: nn.Module, inputs: Tensor) -> None:
-    """Make sure that the network as it was read gives the outputs of the module on a few points.
-
-    This detects what a trace cannot show: hooks, subclasses that behave otherwise, and points of a
-    batch that influence each other.
-
-    Args:
-        network: the network as it was read.
-        module: the model.
-        inputs: some inputs of the model.
-
-    Raises:
-        UnsupportedModelError: the outputs differ.
-        ValueError: ``inputs`` do not fit the model.
-    """
-    few = inputs[:4]
-    outputs = []
-    for point in few.split(1):
-        current = network.prepare_inputs(point)
-        for layer in network.layers:
-            current, _ = layer.propagate(current)
-        outputs.append(current)
-    read = torch.cat(outputs)
-    with torch.no_grad():
-        expected = module(few)
-    tolerance = torch.finfo(network.dtype).eps ** 0.5
-    if read.shape != expected.shape or not torch.allclose(
-        read, expected, rtol=tolerance, atol=tolerance * float(read.abs().max()), equal_nan=True
-    ):
-        raise UnsupportedModelError(
-            f"the model's outputs on {few.shape[0]} points differ from what its layers give one"
-            " point at a time: hooks, custom Linear layers, or points that influence each other?"
-        )
-
-
 def _check_parameters(module: nn.Module, stages: list[Stage]) -> None:
-    """Refuse parameters that no Linear layer uses, or whose type, device or values do not fit."""
+    """Refuse parameters that no Linear layer uses."""
     linears = [stage.linear for stage in stages if stage.linear is not None]
     used = {id(tensor) for linear in linears for tensor in (linear.weight, linear.bias)}
     trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -236,19 +197,3 @@ def _check_parameters(module: nn.Module, stages: list[Stage]) -> None:
             " pass uses it.",
             "Freeze it with requires_grad_(False) or remove it.",
         )
-    if not trainable:
-        raise ValueError("the model has no parameter with requires_grad=True: nothing to do")
-    everything = dict(module.named_parameters())
-    dtypes = {p.dtype for p in everything.values()}
-    if not dtypes <= {torch.float32, torch.float64} or len(dtypes) > 1:
-        listed = ", ".join(sorted(str(dtype) for dtype in dtypes))
-        raise TypeError(
-            f"parameters must be all float32 or all float64; got {listed}"
-            " (convert the model with .float() or .double())"
-        )
-    devices = {str(p.device) for p in everything.values()}
-    if len(devices) > 1:
-        raise ValueError(f"parameters must be on one device; got {', '.join(sorted(devices))}")
-    for name, parameter in everything.items():
-        if not bool(torch.isfinite(parameter).all()):
-            raise ValueError(f"the parameter '{name}' has NaN or infinite values")

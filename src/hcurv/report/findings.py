@@ -176,12 +176,14 @@ def _spectrum(operator: SymmetricOperator) -> Spectrum:
 def _layers(matrix: GaussNewton) -> list[LayerCurvature]:
     diagonal = matrix.diagonal().double()
     trace = float(diagonal.sum())
-    shapes = {
-        layer.name: (layer.in_features, layer.out_features) for layer in matrix.network.layers
-    }
     layout = matrix.layout
     return [
-        _curvature(name, shapes[name], diagonal[layout.select(*names).to(matrix.device)], trace)
+        _curvature(
+            name,
+            layout.layer_shape(name),
+            diagonal[layout.select(*names).to(matrix.device)],
+            trace,
+        )
         for name, names in layout.layers.items()
     ]
 

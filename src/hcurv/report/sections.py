@@ -124,14 +124,18 @@ def _iterations(method: ComparedMethod, tolerance: float) -> str:
 def _computed(comparison: Comparison, details: ComparisonDetails) -> Html:
     matrix = details.matrix
     dense = comparison.size**2 * matrix.dtype.itemsize
-    chain = matrix.network.layers
-    sizes = " → ".join(str(s) for s in (chain[0].in_features, *(x.out_features for x in chain)))
+    if matrix.network is None:
+        network = f"{len(matrix.layout.layers)} layers with trainable parameters"
+    else:
+        chain = matrix.network.layers
+        sizes = [chain[0].in_features, *(layer.out_features for layer in chain)]
+        network = f"{' → '.join(map(str, sizes))}, {len(chain)} linear layers"
     damping = f"{comparison.damping:.2e}"
     if details.damping_is_default:
         damping += " (a thousandth of the largest eigenvalue)"
     facts = [
         ("Matrix", "Gauss-Newton Hessian H = Σ Jᵢᵀ Qᵢ Jᵢ of the loss over all points"),
-        ("Network", f"{sizes}, {len(chain)} linear layers"),
+        ("Network", network),
         ("Parameters, N", f"{comparison.size:,}"),
         ("Data points, n", f"{comparison.num_points:,}"),
         ("Loss", details.loss),

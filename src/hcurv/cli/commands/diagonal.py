@@ -13,7 +13,7 @@ from hcurv.cli.output import check_out, print_document, print_json, print_table,
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hcurv.network.reading import Layer
+    from hcurv.layout import ParameterLayout
 
 __all__ = ["EXAMPLES", "diagonal"]
 
@@ -61,7 +61,7 @@ def diagonal(
         problem.model, problem.loss, problem.data, progress=shows_progress(progress)
     )
     values = matrix.diagonal()
-    layers = [_summary(layer, values) for layer in matrix.network.layers if layer.trainable]
+    layers = [_summary(name, matrix.layout, values) for name in matrix.layout.layers]
     if target is not None:
         write_array(target, values)
     document = {
@@ -86,15 +86,13 @@ def diagonal(
     print_document(document, as_json)
 
 
-def _summary(layer: Layer, diagonal: Tensor) -> dict[str, Any]:
-    import torch
-
-    places = (layer.parameters.weight, layer.parameters.bias)
-    values = torch.cat([diagonal[place] for place in places if place is not None]).double()
+def _summary(name: str, layout: ParameterLayout, diagonal: Tensor) -> dict[str, Any]:
+    values = diagonal[layout.select(*layout.layers[name])].double()
+    num_inputs, num_units = layout.layer_shape(name)
     return {
-        "name": layer.name,
-        "in_features": layer.in_features,
-        "out_features": layer.out_features,
+        "name": name,
+        "in_features": num_inputs,
+        "out_features": num_units,
         "min": float(values.min()),
         "median": float(values.median()),
         "max": float(values.max()),

@@ -19,6 +19,8 @@ class DenseJacobian(LayerJacobian):
         values: (p, q, b).
     """
 
+    form = "dense"
+
     def __init__(self, values: Tensor) -> None:
         self._values = values
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,7 +87,13 @@ class Panel(NamedTuple):
 
 
 class LayerJacobian(ABC):
-    """The columns of S of p parameters, over b points with q rows each."""
+    """The columns of S of p parameters, over b points with q rows each.
+
+    Attributes:
+        form: how they are stored, in one word.
+    """
+
+    form: ClassVar[str]
 
     @property
     @abstractmethod
@@ -183,6 +189,8 @@ class ZeroJacobian(LayerJacobian):
         num_rows: q.
         like: a tensor of the wanted type, (b,).
     """
+
+    form = "unused"
 
     def __init__(self, num_parameters: int, num_rows: int, like: Tensor) -> None:
         self._num_parameters, self._num_rows, self._like = num_parameters, num_rows, like

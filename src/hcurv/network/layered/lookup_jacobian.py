@@ -21,6 +21,8 @@ class LookupJacobian(LayerJacobian):
         num_table_rows: the number of rows of W.
     """
 
+    form = "look-up"
+
     def __init__(self, factors: Tensor, rows: Tensor, num_table_rows: int) -> None:
         self._factors, self._rows, self._num_table_rows = factors, rows, num_table_rows
 

@@ -23,6 +23,8 @@ class PlainJacobian(LayerJacobian):
         by_input: whether the entries of W are numbered input by input.
     """
 
+    form = "plain"
+
     def __init__(self, factors: Tensor, inputs: Tensor, by_input: bool = False) -> None:
         self._factors, self._inputs = factors, inputs
         self._shape = LinearShape(factors.shape[0], inputs.shape[0], by_input)

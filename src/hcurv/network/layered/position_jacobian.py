@@ -25,6 +25,8 @@ class PositionJacobian(LayerJacobian):
         by_input: whether the entries of W are numbered input by input.
     """
 
+    form = "positions"
+
     def __init__(self, factors: Tensor, inputs: Tensor, by_input: bool = False) -> None:
         self._factors, self._inputs = factors, inputs
         self._shape = LinearShape(factors.shape[2], inputs.shape[1], by_input)

@@ -20,6 +20,8 @@ class StackedJacobian(LayerJacobian):
         parts: Jacobians over the same points; one at least.
     """
 
+    form = "parts"
+
     def __init__(self, parts: Sequence[LayerJacobian]) -> None:
         self.parts = tuple(parts)
         starts = [0]

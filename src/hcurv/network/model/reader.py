@@ -73,6 +73,8 @@ class ModelReader:
         self._unruly: set[str] = set()
         self._checked: dict[Signature, list[RowOrder]] = {}
         self._native_recurrence = False
+        # Floats of temporary memory that the last batch took, about.
+        self.working_floats = 0
 
     @torch.no_grad()
     def read(self, inputs: Inputs, points: slice) -> StackedJacobian:
@@ -95,6 +97,7 @@ class ModelReader:
         batch = _Batch(self._snapshot, inputs, outputs, rows, uses)
         while True:
             reading = batch.plan(self._unruly, self._checked)
+            self.working_floats = batch.working_floats(reading)
             result = batch.read(reading, self._per_point)
             if reading.signature in self._checked:
                 return result
@@ -203,6 +206,17 @@ class _Batch:
         }
         return _Reading(uses, signature)
 
+    def working_floats(self, reading: _Reading) -> int:
+        """Floats of inputs and derivatives at all uses, and of one row of columns."""
+        floats = 0
+        for ordered in (o for uses in reading.uses.values() for o in uses):
+            use = ordered.use
+            floats += use.entries.numel() * self._shape.num_points
+            if isinstance(use, LinearUse):
+                floats += 2 * use.inputs.numel()
+                floats += 3 * use.num_rows * use.entries.shape[0] * use.inputs.shape[2]
+        return floats
+
     def read(self, reading: _Reading, per_point: PerPointColumns) -> StackedJacobian:
         """The columns of all parameters."""
         builders = {
@@ -258,25 +272,22 @@ class _Batch:
         mix = torch.randn(shape, generator=generator, dtype=torch.float64).to(self._shape.like)
         wrong: set[str] = set()
         for point in range(min(_NUM_CHECKED, shape[0])):
-            weights = torch.zeros_like(self._outputs)
-            for row in range(shape[1]):
-                weights[point] += mix[point, row] * self._rows.row(row)[point]
+            chosen = torch.zeros_like(mix)
+            chosen[point] = mix[point]
             expected = torch.autograd.grad(
                 self._outputs,
                 list(self._parameters.values()),
-                weights,
+                self._rows.combine(chosen),
                 retain_graph=True,
                 allow_unused=True,
             )
-            chosen = torch.zeros(*shape, 1, dtype=mix.dtype, device=mix.device)
-            chosen[point, :, 0] = mix[point]
             largest = max((float(g.abs().max()) for g in expected if g is not None), default=0.0)
             for (name, parameter), gradient, part in zip(
                 self._parameters.items(), expected, read.parts, strict=True
             ):
                 if parameter.numel() == 0:
                     continue
-                found = part.apply_transposed(chosen).view_as(parameter)
+                found = part.apply_transposed(chosen[:, :, None]).view_as(parameter)
                 wanted = torch.zeros_like(found) if gradient is None else gradient
                 scale = float(wanted.norm()) + 1e-3 * largest
                 tolerance = torch.finfo(found.dtype).eps ** 0.5

@@ -1,0 +1,64 @@
+"""What a precomputation stores, parameter by parameter, known before it is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hcurv.memory import format_bytes
+
+__all__ = ["MemoryPlan", "StoredPart"]
+
+
+class StoredPart(NamedTuple):
+    """What is stored for one parameter.
+
+    Attributes:
+        name: the parameter, or what else is stored.
+        form: how: "plain" or "positions" (factors), "look-up", "dense" (multiplied out), "unused".
+        floats: floats for each point.
+    """
+
+    name: str
+    form: str
+    floats: float
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The memory of a `GaussNewton`; prints as a table.
+
+    Attributes:
+        parts: what is stored, by parameter.
+        num_points: n.
+        bytes_per_float: 4 or 8.
+        working_bytes: temporary memory of the precomputation, besides what is stored.
+    """
+
+    parts: tuple[StoredPart, ...]
+    num_points: int
+    bytes_per_float: int
+    working_bytes: int
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that stay."""
+        floats = sum(part.floats for part in self.parts)
+        return int(floats * self.num_points) * self.bytes_per_float
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes at the most, while the data is read."""
+        return self.stored_bytes + self.working_bytes
+
+    def __str__(self) -> str:
+        """A table, the largest first."""
+        width = max(len(part.name) for part in self.parts)
+        lines = [
+            f"{self.num_points} points, {format_bytes(self.stored_bytes)} stored,"
+            f" {format_bytes(self.peak_bytes)} at the most while reading"
+        ]
+        for part in sorted(self.parts, key=lambda part: -part.floats):
+            total = format_bytes(int(part.floats * self.num_points) * self.bytes_per_float)
+            lines.append(f"  {part.name:<{width}}  {part.form:<10}{part.floats:>12.0f}{total:>12}")
+        return "\n".join(lines)

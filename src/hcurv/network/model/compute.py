@@ -1,0 +1,148 @@
+"""The precomputation for any model: read all batches, and keep the rows of S.
+
+The first few points are read first. They show how many floats each parameter takes, so that memory
+can be refused before it is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from hcurv.layout import ParameterLayout
+from hcurv.memory import format_bytes, require_bytes
+from hcurv.network.layered import LayeredRoot
+from hcurv.network.layered.layer_jacobian import LayerJacobian
+from hcurv.network.layered.stacked_jacobian import StackedJacobian
+from hcurv.network.memory_plan import MemoryPlan, StoredPart
+from hcurv.network.model.reader import ModelReader
+from hcurv.network.model_inputs import Inputs, map_inputs, num_points
+from hcurv.network.problem import Problem
+
+__all__ = ["compute_layered_root", "model_gradient"]
+
+# The first points, from which sizes are known; four show how the rows of points are ordered.
+_FIRST_POINTS = 4
+# Points are read at most so many at a time. Larger batches are not faster.
+_MAX_BATCH = 256
+
+
+def compute_layered_root(
+    problem: Problem, workspace: int, progress: Callable[[int], object] | None = None
+) -> tuple[LayeredRoot, MemoryPlan]:
+    """Read all of the data.
+
+    Args:
+        problem: the model, the loss and the data.
+        workspace: bytes of temporary memory to stay within, as far as one point allows it.
+        progress: called with the number of points done since the last call.
+
+    Raises:
+        InsufficientMemoryError: the rows do not fit into free memory; nothing was allocated.
+        UnsupportedModelError: the model cannot be read.
+    """
+    reader = ModelReader(problem.snapshot, problem.loss, problem.loss_rows)
+    few = map_inputs(lambda tensor: tensor[:_FIRST_POINTS], problem.survey.first_inputs)
+    first = reader.read(few, slice(0, num_points(few)))
+    per_point = reader.working_floats / num_points(few)
+    size = problem.dtype.itemsize
+    batch = int(max(1, min(_MAX_BATCH, problem.num_points, workspace // (per_point * size + 1))))
+    plan = MemoryPlan(
+        tuple(
+            StoredPart(name, _form(part), part.num_floats / num_points(few))
+            for name, part in zip(problem.layout.names, first.parts, strict=True)
+        ),
+        problem.num_points,
+        size,
+        int(batch * per_point * size),
+    )
+    require_bytes(
+        plan.peak_bytes,
+        problem.device,
+        f"the precomputation for {problem.num_points} points and {problem.layout.size}"
+        f" parameters, with {first.num_rows} rows a point"
+        f" ({format_bytes(plan.stored_bytes)} to be stored)",
+        (
+            "use fewer data points (the memory grows in proportion)",
+            "pass num_samples=1, or a few more, if the loss has many outputs",
+            "freeze layers that need not be part of the matrix with requires_grad_(False)",
+            "convert the model and the data to float32, if they are float64",
+        ),
+    )
+    del first
+    chunks: list[StackedJacobian] = []
+    start = 0
+    for inputs in problem.inputs():
+        for some in _split(inputs, batch):
+            stop = start + num_points(some)
+            chunks.append(reader.read(some, slice(start, stop)))
+            start = stop
+            if progress is not None:
+                progress(num_points(some))
+    return LayeredRoot(tuple(chunks), problem.layout, structural_orders(problem.layout)), plan
+
+
+def _split(inputs: Inputs, size: int) -> Iterator[Inputs]:
+    for start in range(0, num_points(inputs), size):
+        yield map_inputs(lambda tensor: tensor[start : start + size], inputs)  # noqa: B023
+
+
+def _form(jacobian: LayerJacobian) -> str:
+    """How a parameter is stored, in one word."""
+    if isinstance(jacobian, StackedJacobian):
+        forms = dict.fromkeys(_form(part) for part in jacobian.parts)
+        return "/".join(forms)
+    return type(jacobian).form
+
+
+def structural_orders(layout: ParameterLayout) -> dict[str, Tensor]:
+    """Orders of the parameters that follow the layers, by name, each a permutation (N,).
+
+    Rows of a weight are its outputs, and everything within a row is an input; biases, scales and
+    shifts come last.
+    """
+    index = torch.arange(layout.size)
+    parameter, row, column = layout.locate(index)
+    layer_of = {name: i for i, names in enumerate(layout.layers.values()) for name in names}
+    layers = torch.tensor([layer_of[name] for name in layout.names])[parameter]
+    widths = [layout.slices[name] for name in layout.names]
+    is_vector = torch.tensor([len(layout.shapes[name]) < 2 for name in layout.names])[parameter]
+    column = torch.where(is_vector, column.max() + 1 + parameter, column) if len(widths) else column
+    height, width = int(row.max()) + 1, int(column.max()) + 1
+    by_output = (layers * height + row) * width + column
+    by_input = (layers * width + column) * height + row
+    return {"layer-output-input": by_output.argsort(), "layer-input-output": by_input.argsort()}
+
+
+def model_gradient(problem: Problem, targets: Tensor, weights: Tensor) -> Tensor:
+    """The flat gradient of Σ_i weights[i] f_i, (N,), by a pass over the data.
+
+    Args:
+        problem: the model, the loss and the data.
+        targets: the targets of all points.
+        weights: the weight of each point; points without weight are left out, (n,).
+    """
+    parameters = list(problem.snapshot.trainable.values())
+    result = [torch.zeros_like(parameter) for parameter in parameters]
+    start = 0
+    for inputs in problem.inputs():
+        for some in _split(inputs, _MAX_BATCH):
+            points = slice(start, start + num_points(some))
+            start = points.stop
+            chosen = weights[points].nonzero().squeeze(1)
+            if chosen.numel() == 0:
+                continue
+            part = map_inputs(lambda tensor: tensor[chosen], some)  # noqa: B023
+            own = targets[points][chosen]
+            with torch.enable_grad():
+                outputs = problem.loss.split_outputs(problem.snapshot.outputs(part))
+            rows = problem.loss.split_targets(own, (len(own), *problem.point_shape))
+            slopes = problem.loss.gradient(outputs.detach().flatten(0, 1), rows)
+            slopes = slopes.view_as(outputs) * weights[points][chosen][:, None, None]
+            found = torch.autograd.grad(outputs, parameters, slopes, allow_unused=True)
+            for total, gradient in zip(result, found, strict=True):
+                if gradient is not None:
+                    total += gradient
+    return torch.cat([total.reshape(-1) for total in result]).detach()
