@@ -152,7 +152,7 @@ def factory(network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_factory_with_and_without_weights(network: Network, factory: str, tmp_path: Path) -> None:
     arguments = ["--data", network.data, *CROSS_ENTROPY, "--model", f"{factory}:build_loudly"]
     document = succeed_json("diagonal", *arguments)  # in spite of what the function prints
-    assert [layer["name"] for layer in document["layers"]] == ["first", "last"]
+    assert [layer["name"] for layer in document["layers"]] == ["last", "first"]
     own = diagonal(tmp_path, *arguments)
     state = {
         "first.weight": network.model[0].weight.detach(),

@@ -242,10 +242,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize(("model", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_everything_else_is_refused(model: Callable[[], nn.Module], message: str) -> None:
-    with pytest.raises(hcurv.UnsupportedModelError, match=message) as error:
+def test_everything_else_is_no_chain(model: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(hcurv.UnsupportedModelError, match=message):
         read_network(model())
-    assert "Supported are chains of torch.nn.Linear" in str(error.value)
 
 
 class Doubled(nn.Module):
@@ -297,21 +296,21 @@ COMPUTED: dict[str, tuple[Callable[[nn.Linear], object], str, str]] = {
 
 
 @pytest.mark.parametrize(("change", "parameter", "remedy"), COMPUTED.values(), ids=COMPUTED.keys())
-def test_computed_parameters_are_refused_by_name(
+def test_computed_parameters_belong_to_no_chain(
     change: Callable[[nn.Linear], object], parameter: str, remedy: str
 ) -> None:
     model = nn.Sequential(linear(), nn.Tanh(), linear(3, 2))
     change(model[2])
-    data = (normal(5, 4).float(), labels(5, 2))
-    loss = nn.CrossEntropyLoss()
     message = rf"'2.{parameter}' is computed from other tensors .*{remedy}"
-    for use in (
-        lambda: hcurv.GaussNewton(model, loss, data),
-        lambda: hcurv.baselines.KFAC(model, loss, data),
-        lambda: hcurv.gauss_newton_step(model, loss, data, damping=1.0),
-    ):
-        with pytest.raises(hcurv.UnsupportedModelError, match=message):
-            use()
+    with pytest.raises(hcurv.UnsupportedModelError, match=message):
+        read_network(model)
+
+
+def test_parameters_that_are_computed_once_and_for_all_are_refused() -> None:
+    model = nn.Sequential(linear(), nn.Tanh(), linear(3, 2))
+    by_hand(model[2])
+    with pytest.raises(hcurv.UnsupportedModelError, match=r"'2.bias' was computed .*forward"):
+        hcurv.GaussNewton(model, nn.MSELoss(), normal(5, 4).float())
 
 
 def test_the_advice_for_pruned_parameters_works() -> None:
@@ -359,35 +358,38 @@ def test_reading_leaves_the_random_state_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        hooked(),
-        Forward(lambda m, x: m.a(x - x.mean(0)), a=linear()),
-    ],
-    ids=["hook", "points influence each other"],
-)
-def test_a_reading_that_gives_other_outputs_is_refused(model: nn.Module) -> None:
+def test_points_that_influence_each_other_are_refused() -> None:
+    model = Forward(lambda m, x: m.a(x - x.mean(0)), a=linear())
     with pytest.raises(hcurv.UnsupportedModelError, match="outputs on 3 points differ"):
         hcurv.GaussNewton(model, nn.MSELoss(), normal(3, 4).float())
 
 
+def test_hooks_belong_to_the_model() -> None:
+    model = hooked()
+    inputs = normal(3, 4).float()
+    expected = oracles.gauss_newton(model, lambda outputs: outputs.square().mean(), inputs)
+    assert_close(hcurv.GaussNewton(model, nn.MSELoss(), inputs).to_dense(), expected, 1e3)
+
+
 def test_bad_parameters_are_refused() -> None:
+    def refuse(model: object) -> None:
+        hcurv.GaussNewton(model, nn.MSELoss(), normal(3, 4).float())
+
     with pytest.raises(TypeError, match=r"all float32 or all float64; got torch.float16"):
-        read_network(nn.Sequential(linear()).half())
+        refuse(nn.Sequential(linear()).half())
     mixed = nn.Sequential(linear(), linear(3, 2).double())
     with pytest.raises(TypeError, match=r"got torch.float32, torch.float64"):
-        read_network(mixed)
+        refuse(mixed)
     whole = nn.Sequential(linear().requires_grad_(False), linear(3, 2))
     whole[0].weight.data = torch.ones(3, 4, dtype=torch.int64)
     with pytest.raises(TypeError, match=r"got torch.float32, torch.int64"):
-        read_network(whole)
+        refuse(whole)
     for value in (float("nan"), float("inf")):
         model = nn.Sequential(linear(), nn.ReLU(), linear(3, 2))
         model[2].bias.data[1] = value
         with pytest.raises(ValueError, match=r"the parameter '2.bias' has NaN or infinite values"):
-            read_network(model)
+            refuse(model)
     with pytest.raises(ValueError, match="no parameter with requires_grad=True"):
-        read_network(linear().requires_grad_(False))
+        refuse(linear().requires_grad_(False))
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module; got function"):
-        read_network(lambda x: x)
+        refuse(lambda x: x)

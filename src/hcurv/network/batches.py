@@ -173,8 +173,9 @@ def convert_targets(targets: Tensor, dtype: torch.dtype, device: torch.device) -
 
 def _is_pair(item: object) -> bool:
     """Whether this is (inputs, targets)."""
-    is_pair = isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], Tensor)
-    return is_pair and is_inputs(item[0])
+    if not isinstance(item, tuple) or len(item) != 2:
+        return False
+    return is_inputs(item[0]) and isinstance(item[1], Tensor)
 
 
 def _point_shapes(inputs: Inputs) -> list[torch.Size]:

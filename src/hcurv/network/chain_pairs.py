@@ -69,7 +69,8 @@ class ChainPairTerms:
             (inputs, self._second.inputs),
         ):
             weights.mul_(torch.index_select(table, 0, index, out=factor))
-        return weights
+        result: Tensor = weights
+        return result
 
     def at(self, points: Tensor) -> Tensor:
         """Gram values at the points, times the inputs there."""

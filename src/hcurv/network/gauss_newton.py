@@ -313,7 +313,7 @@ def _row_choice(num_samples: int | None, fisher: Fisher, seed: int) -> RowChoice
         num_samples = check_count(num_samples, "num_samples")
         if fisher == "empirical":
             raise ValueError(
-                "num_samples= draws targets from the model, fisher=\"empirical\" takes those of the"
+                'num_samples= draws targets from the model, fisher="empirical" takes those of the'
                 " data: pass one of them"
             )
     return RowChoice(num_samples, fisher, seed)

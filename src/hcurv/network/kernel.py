@@ -96,9 +96,7 @@ class TangentKernel(SymmetricOperator):
             {'point-output': 60, 'output-point': 60}
         """
         generator = torch.Generator().manual_seed(0)
-        points = similarity_order(
-            self._root.point_features(_NUM_FEATURES, generator)
-        )
+        points = similarity_order(self._root.point_features(_NUM_FEATURES, generator))
         rows = points[:, None] * self._num_rows + torch.arange(self._num_rows, device=self.device)
         return {"point-output": rows.reshape(-1), "output-point": rows.T.reshape(-1)}
 
@@ -202,9 +200,7 @@ class TangentKernel(SymmetricOperator):
         """
         row_index, col_index = resolve_blocks(rows, cols, self.shape[0], self.device)
         num_blocks, num_rows, num_cols = *row_index.shape, col_index.shape[1]
-        result = torch.zeros(
-            num_blocks, num_rows, num_cols, dtype=self.dtype, device=self.device
-        )
+        result = torch.zeros(num_blocks, num_rows, num_cols, dtype=self.dtype, device=self.device)
         if result.numel() == 0:
             return result
         step = max(1, _BATCH_FLOATS // self._parts.batch_floats(num_rows, num_cols))

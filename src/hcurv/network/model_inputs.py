@@ -39,6 +39,8 @@ def is_inputs(item: object) -> bool:
         return True
     if isinstance(item, Mapping):
         return bool(item) and all(isinstance(value, Tensor) for value in item.values())
-    return isinstance(item, tuple | list) and bool(item) and all(
-        isinstance(value, Tensor) for value in item
+    return (
+        isinstance(item, tuple | list)
+        and bool(item)
+        and all(isinstance(value, Tensor) for value in item)
     )

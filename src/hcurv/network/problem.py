@@ -151,7 +151,9 @@ def read_problem(
         survey = batches.survey()
         snapshot = ModelSnapshot(model, forward_fn)
         few = map_inputs(lambda tensor: tensor[:NUM_TRIED], survey.first_inputs)
-        outputs = _try_model(snapshot, few)
+        # A model that is random must leave the user's random numbers as they were.
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            outputs = _try_model(snapshot, few)
         shape = (survey.num_points, *outputs.shape[1:])
         check_targets(known_loss, shape, survey.targets, choice)
         scale = loss_scale(known_loss, shape, survey.targets)
@@ -170,8 +172,10 @@ def _try_model(snapshot: ModelSnapshot, few: Inputs) -> Tensor:
     except UnsupportedModelError:
         raise
     except Exception as error:
+        flat = isinstance(few, Tensor) and few.ndim > 2 and "mat1" in str(error)
+        hint = " (is an nn.Flatten missing?)" if flat else ""
         raise ValueError(
-            f"the model cannot read points of shape {shapes}: {type(error).__name__}: {error}"
+            f"the model cannot read points of shape {shapes}: {type(error).__name__}: {error}{hint}"
         ) from error
     count = num_points(few)
     if outputs.ndim < 1 or outputs.shape[0] != count:

@@ -6,6 +6,7 @@ can be refused before it is allocated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -78,10 +79,21 @@ def compute_layered_root(
         for some in _split(inputs, batch):
             stop = start + num_points(some)
             chunks.append(reader.read(some, slice(start, stop)))
+            _check_finite(chunks[-1], slice(start, stop))
             start = stop
             if progress is not None:
                 progress(num_points(some))
     return LayeredRoot(tuple(chunks), problem.layout, structural_orders(problem.layout)), plan
+
+
+def _check_finite(chunk: StackedJacobian, points: slice) -> None:
+    for tensor in chunk.tensors:
+        if tensor.is_floating_point() and tensor.numel():
+            if not all(math.isfinite(extreme) for extreme in torch.aminmax(tensor)):
+                raise ValueError(
+                    f"derivatives overflow at points {points.start} to {points.stop - 1}: the"
+                    " weights or the inputs are too large (try float64)"
+                )
 
 
 def _split(inputs: Inputs, size: int) -> Iterator[Inputs]:

@@ -6,6 +6,7 @@ after the other.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -45,7 +46,10 @@ class PerPointColumns:
         weights = torch.stack([rows.row(number) for number in range(rows.num_rows)])  # (q, b, t, d)
         if self._vectorised:
             try:
-                return self._vmapped(names, inputs, weights.transpose(0, 1))
+                with warnings.catch_warnings():
+                    # torch warns of functions that it cannot vectorise well.
+                    warnings.filterwarnings("ignore", message="There is a performance drop")
+                    return self._vmapped(names, inputs, weights.transpose(0, 1))
             except (RuntimeError, TypeError, ValueError, NotImplementedError):
                 self._vectorised = False
         return self._one_by_one(names, inputs, weights)

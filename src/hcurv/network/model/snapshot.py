@@ -86,9 +86,17 @@ def _copied(model: nn.Module) -> nn.Module:
     # Hooks of older torch utilities (weight_norm, prune) leave tensors with a history on modules,
     # which cannot be copied. They are computed anew in each forward pass.
     memo: dict[int, Any] = {}
-    for module in model.modules():
-        for value in vars(module).values():
+    for place, module in model.named_modules():
+        hooks = module._forward_pre_hooks.values()
+        computed = {getattr(h, "_tensor_name", getattr(h, "name", None)) for h in hooks}
+        for name, value in vars(module).items():
             if isinstance(value, Tensor) and value.grad_fn is not None:
+                if name not in computed:
+                    raise UnsupportedModelError(
+                        f"'{f'{place}.{name}'.lstrip('.')}' was computed from other tensors before"
+                        " the forward pass, which a copy of the model cannot follow.",
+                        "Compute it in forward(), or make it a torch.nn.Parameter.",
+                    )
                 memo[id(value)] = value.detach().clone()
     try:
         copied = copy.deepcopy(model, memo)
