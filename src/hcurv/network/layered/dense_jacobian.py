@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hcurv.network.layered.layer_jacobian import LayerJacobian, Panel
+from hcurv.network.layered.layer_jacobian import LayerJacobian, Panel, transposed_product
 
 __all__ = ["DenseJacobian"]
 
@@ -54,13 +54,13 @@ class DenseJacobian(LayerJacobian):
 
     def apply(self, flat: Tensor, result: Tensor) -> None:
         """One matrix product."""
-        outputs = self._values.flatten(1).T @ flat
+        outputs = transposed_product(self._values.flatten(1), flat)
         result += outputs.view(self.num_rows, self.num_points, -1).transpose(0, 1)
 
     def apply_transposed(self, values: Tensor) -> Tensor:
         """One matrix product."""
         outputs = values.transpose(0, 1).reshape(-1, values.shape[2])
-        return self._values.flatten(1) @ outputs
+        return transposed_product(self._values.flatten(1).T, outputs)
 
     def square_sums(self) -> Tensor:
         """Row by row."""

@@ -21,6 +21,8 @@ __all__ = ["LayeredRoot"]
 
 # Blocks are computed from columns at this many points at least, however small the workspace is.
 _FEWEST_POINTS = 8
+# Columns of pairs hold this many bytes at the most, which stay in the cache of the processor.
+_PAIR_BYTES = 2**25
 
 
 class LayeredRoot(Root):
@@ -171,20 +173,35 @@ class LayeredRoot(Root):
         return result
 
     def pairs(self, rows: Tensor, cols: Tensor, workspace: int) -> Tensor:
-        """Inner products of columns, a few at a time."""
+        """Inner products of columns.
+
+        Where columns are sums over positions, and there are more pairs than parameters, all columns
+        that occur are computed at a few points at a time, each of them once. Otherwise the columns
+        of a few pairs are computed at all points.
+        """
         result = torch.zeros(rows.numel(), dtype=self.dtype, device=self.device)
-        # Columns that fit into the cache of the processor are multiplied while they are there.
-        largest = max(chunk.num_points for chunk in self.chunks) * self.num_rows
-        budget = min(workspace, 2**24)
-        step = max(1, budget // (2 * largest * self.dtype.itemsize))
-        # An entry and its mirror image are the same to the last bit, and sorted rows are read in
-        # order.
+        # An entry and its mirror image are the same to the last bit.
         first, second = torch.minimum(rows, cols), torch.maximum(rows, cols)
-        for some in first.argsort().split(step):
+        budget = min(workspace, _PAIR_BYTES) // self.dtype.itemsize
+        used, places = torch.cat([first, second]).unique(return_inverse=True)
+        quick = all(chunk.has_quick_columns for chunk in self.chunks)
+        if not quick and used.numel() < rows.numel():
+            step = max(1, budget // (used.numel() * self.num_rows))
             for chunk in self.chunks:
-                points = slice(0, chunk.num_points)
-                left = chunk.columns(first[some], points).flatten(1)
-                right = chunk.columns(second[some], points).flatten(1)
+                for start in range(0, chunk.num_points, step):
+                    points = slice(start, min(start + step, chunk.num_points))
+                    columns = chunk.columns(used, points).flatten(1)
+                    count = max(1, budget // (2 * columns.shape[1]))
+                    for some in torch.arange(rows.numel(), device=rows.device).split(count):
+                        left, right = places[some], places[some + rows.numel()]
+                        result[some] += torch.linalg.vecdot(columns[left], columns[right])
+            return result
+        step = max(1, budget // (2 * max(c.num_points for c in self.chunks) * self.num_rows))
+        for some in first.argsort().split(step):  # sorted rows are read in order
+            for chunk in self.chunks:
+                everywhere = slice(0, chunk.num_points)
+                left = chunk.columns(first[some], everywhere).flatten(1)
+                right = chunk.columns(second[some], everywhere).flatten(1)
                 result[some] += torch.linalg.vecdot(left, right)
         return result
 

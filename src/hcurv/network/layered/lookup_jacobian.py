@@ -46,6 +46,11 @@ class LookupJacobian(LayerJacobian):
         """C, and the rows."""
         return (self._factors, self._rows)
 
+    @property
+    def has_quick_columns(self) -> bool:
+        """No: a column is a sum over positions."""
+        return False
+
     def columns(self, index: Tensor, points: slice) -> Tensor:
         """Sums over the positions of each row."""
         factors, rows = self._factors[points], self._rows[points]

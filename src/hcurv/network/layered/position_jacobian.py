@@ -11,9 +11,18 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hcurv.network.layered.layer_jacobian import PANEL_FLOATS, LayerJacobian, LinearShape, Panel
+from hcurv.network.layered.layer_jacobian import (
+    PANEL_FLOATS,
+    LayerJacobian,
+    LinearShape,
+    Panel,
+    transposed_product,
+)
 
 __all__ = ["PositionJacobian"]
+
+# Where more than one of so many columns is asked for, it is faster to multiply out all of them.
+_FEW_SHARE = 16
 
 
 class PositionJacobian(LayerJacobian):
@@ -51,8 +60,20 @@ class PositionJacobian(LayerJacobian):
         """C and x."""
         return (self._factors, self._inputs)
 
+    @property
+    def has_quick_columns(self) -> bool:
+        """No: a column is a sum over positions."""
+        return False
+
     def columns(self, index: Tensor, points: slice) -> Tensor:
         """Sums over the positions, a few parameters at a time."""
+        if index.numel() * _FEW_SHARE > self.num_parameters:
+            result = self._factors.new_empty(
+                self.num_parameters, self.num_rows, points.stop - points.start
+            )
+            for numbers, found in self._multiplied(points):
+                result[numbers] = found.permute(2, 1, 0)
+            return result.index_select(0, index.to(result.device))
         factors, inputs = self._factors[points], self._inputs[points]
         per_parameter = factors[:, :, 0].numel()
         parts = []
@@ -63,17 +84,30 @@ class PositionJacobian(LayerJacobian):
             parts.append(chosen.sum(3).permute(2, 1, 0))
         return torch.cat(parts) if parts else factors.new_zeros(0, self.num_rows, len(inputs))
 
-    def panels(self, points: slice) -> Iterator[Panel]:
-        """All inputs of some units at a time: one matrix product for each point."""
+    def _multiplied(self, points: slice) -> Iterator[tuple[Tensor, Tensor]]:
+        """All inputs of some units at a time: one matrix product for each point.
+
+        Yields:
+            The numbers of the parameters, (units·d_in,), and their columns, (b, q, units·d_in).
+        """
         factors, inputs = self._factors[points], self._inputs[points].mT
         count, rows = len(inputs), self.num_rows
         step = max(1, PANEL_FLOATS // max(1, count * rows * self._shape.num_inputs))
         for start in range(0, self._shape.num_units, step):
             units = slice(start, min(start + step, self._shape.num_units))
             chosen = factors[:, :, units].reshape(count, -1, factors.shape[3])
-            found = torch.bmm(chosen, inputs).view(count, rows, units.stop - units.start, -1)
-            index = self._shape.number(units).reshape(-1)
-            yield Panel(index, found.permute(2, 3, 1, 0).reshape(index.numel(), rows, count))
+            found = torch.bmm(chosen, inputs).view(count, rows, -1)
+            yield self._shape.number(units).reshape(-1), found
+
+    def panels(self, points: slice) -> Iterator[Panel]:
+        """Multiplied out, some units at a time."""
+        for index, found in self._multiplied(points):
+            yield Panel(index, found.permute(2, 1, 0).contiguous())
+
+    def _is_faster_multiplied(self, num_columns: int) -> bool:
+        """Whether a product takes fewer flops with columns that are multiplied out for it."""
+        positions = self._factors.shape[3]
+        return self.num_rows * (positions + num_columns) < positions * num_columns
 
     def _point_ranges(self, num_columns: int) -> Iterator[slice]:
         """Points whose values u, (k·d_out, T), stay small."""
@@ -84,6 +118,10 @@ class PositionJacobian(LayerJacobian):
 
     def apply(self, flat: Tensor, result: Tensor) -> None:
         """u_t = Ŵx_t, then Σ_t C_t u_t."""
+        if self._is_faster_multiplied(flat.shape[1]):
+            for index, found in self._multiplied(slice(0, self.num_points)):
+                result += found @ flat[index]
+            return
         rows, num_columns = self._shape.rows(flat), flat.shape[1]
         for points in self._point_ranges(num_columns):
             values = torch.matmul(rows, self._inputs[points])
@@ -93,6 +131,12 @@ class PositionJacobian(LayerJacobian):
     def apply_transposed(self, values: Tensor) -> Tensor:
         """z_t = C_tᵀy, then Σ z_t x_tᵀ over points and positions."""
         num_columns, num_units = values.shape[2], self._shape.num_units
+        if self._is_faster_multiplied(num_columns):
+            found_rows = values.new_empty(self.num_parameters, num_columns)
+            outputs = values.reshape(-1, num_columns)
+            for index, found in self._multiplied(slice(0, self.num_points)):
+                found_rows[index] = transposed_product(found.flatten(0, 1), outputs)
+            return found_rows
         result = values.new_zeros(num_columns * num_units, self._shape.num_inputs)
         for points in self._point_ranges(num_columns):
             found = torch.bmm(values[points].mT, self._factors[points].flatten(2))

@@ -54,6 +54,11 @@ class StackedJacobian(LayerJacobian):
         """The floats of all parts."""
         return sum(part.num_floats for part in self.parts)
 
+    @property
+    def has_quick_columns(self) -> bool:
+        """Whether all parts have."""
+        return all(part.has_quick_columns for part in self.parts)
+
     @cached_property
     def _starts(self) -> Tensor:
         return torch.tensor([place.start for place in self._places])
