@@ -39,8 +39,8 @@ RANKS = (30, 100, 300, 1000)
 NUM_COLUMNS, NUM_CHECKED = 16, 64
 # A dense truth in double precision is made of matrices up to this size.
 DENSE_SIZE = 5200
-# A rival is stopped when it has taken so many times as long as the default, but not before this many
-# seconds. Ways that are predicted to take longer than that are left out.
+# A rival is stopped when it has taken so many times as long as the default, but not before this
+# many seconds. Ways that are predicted to take longer than that are left out.
 PATIENCE, LEAST_SECONDS = 3.0, 5.0
 # In single precision, dampings below this share of the largest eigenvalue are left to float64.
 SINGLE_RATIO = 1.9e-6
@@ -79,7 +79,7 @@ class Truth:
         return max(grid, key=lambda x: self.size * math.log(x) - self.logdet(x) - x * squared_norm)
 
 
-class _Late(Exception):
+class _LateError(Exception):
     """A rival took too long."""
 
 
@@ -99,7 +99,7 @@ class _Limited(hcurv.SymmetricOperator):
 
     def _matmat(self, rhs: Tensor) -> Tensor:
         if time.perf_counter() > self._end:
-            raise _Late
+            raise _LateError
         return self._matrix @ rhs
 
 
@@ -278,7 +278,7 @@ class Bench:
         for name, run in rivals.items():
             try:
                 taken, solved = _timed(run)
-            except _Late:
+            except _LateError:
                 cells.append(f"{name} > {patience:.0f} s (> {patience / seconds:.1f})")
                 continue
             wrong = variance_errors(solved, columns, expected)[0]

@@ -135,6 +135,7 @@ class GrowingSketch:
         self._generator = torch.Generator().manual_seed(seed)
         self._start = matrix.diagonal().new_zeros(matrix.shape[0], 0)
         self._image = self._start
+        self._eigenpairs: tuple[Tensor, Tensor] | None = None
         self.seconds_per_column = 0.0
 
     @property
@@ -159,17 +160,25 @@ class GrowingSketch:
         image = self._matrix @ (self._roots[:, None] * fresh)
         self.seconds_per_column = (time.perf_counter() - began) / count
         image *= self._roots[:, None]
-        self._start = torch.cat([self._start, fresh], 1)
-        self._image = torch.cat([self._image, image], 1)
+        is_first = self.width == 0
+        self._start = fresh if is_first else torch.cat([self._start, fresh], 1)
+        self._image = image if is_first else torch.cat([self._image, image], 1)
+        self._eigenpairs = None
+
+    def _leading(self) -> tuple[Tensor, Tensor]:
+        """The leading eigenpairs, computed once for each width."""
+        if self._eigenpairs is None:
+            self._eigenpairs = nystrom_of_sketch(self._start, self._image)
+        return self._eigenpairs
 
     def spectrum(self, trace: float, num_nonzero: int) -> Spectrum:
         """What is known of the eigenvalues, given the trace of D^-½ H D^-½."""
-        values, _ = nystrom_of_sketch(self._start, self._image)
+        values, _ = self._leading()
         return Spectrum(values[values > 0].double().cpu(), trace, max(1, num_nonzero))
 
     def stand_in(self) -> StandIn:
         """The leading eigenpairs, and D for everything else."""
-        values, vectors = nystrom_of_sketch(self._start, self._image)
+        values, vectors = self._leading()
         keep = values > 0
         values, vectors = values[keep].double(), vectors[:, keep].contiguous()
         factorized = LowRankFactorization(vectors, values, self._damping)
