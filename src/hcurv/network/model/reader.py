@@ -207,15 +207,22 @@ class _Batch:
         return _Reading(uses, signature)
 
     def working_floats(self, reading: _Reading) -> int:
-        """Floats of inputs and derivatives at all uses, and of one row of columns."""
-        floats = 0
-        for ordered in (o for uses in reading.uses.values() for o in uses):
-            use = ordered.use
-            floats += use.entries.numel() * self._shape.num_points
-            if isinstance(use, LinearUse):
-                floats += 2 * use.inputs.numel()
-                floats += 3 * use.num_rows * use.entries.shape[0] * use.inputs.shape[2]
-        return floats
+        """Floats of temporary memory, about: results, derivatives, inputs, one row of columns."""
+        every = [ordered for uses in reading.uses.values() for ordered in uses]
+        if not every:
+            return 0
+        count = self._shape.num_points
+        sizes = {ordered.use.node: _result_size(ordered.use.node) for ordered in every}
+        linear = [use for use, _ in every if isinstance(use, LinearUse)]
+        # The result of each function and its derivative, and the largest derivative once more.
+        floats = 2 * sum(sizes.values()) + max(sizes.values())
+        # Normalised inputs, and those of products, which are copied if positions are rows.
+        floats += sum(sizes[node] for node in sizes.keys() - {use.node for use in linear})
+        floats += sum((2 if use.num_rows > count else 1) * use.inputs.numel() for use in linear)
+        # One row of columns, where they are multiplied out.
+        plain = {id(use) for use in linear if use.num_rows * use.inputs.shape[2] == count}
+        widths = [use.entries.numel() for use, _ in every if id(use) not in plain]
+        return floats + count * max(widths, default=0)
 
     def read(self, reading: _Reading, per_point: PerPointColumns) -> StackedJacobian:
         """The columns of all parameters."""
@@ -294,6 +301,11 @@ class _Batch:
                 if not float((found - wanted).norm()) <= tolerance * scale:
                     wrong.add(name)
         return wrong
+
+
+def _result_size(node: Any) -> int:
+    """The number of entries of a function's result."""
+    return torch.Size(node._input_metadata[0].shape).numel()
 
 
 def _signature(use: Contribution, count: int) -> Signature:
