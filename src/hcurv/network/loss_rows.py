@@ -97,6 +97,15 @@ class LossRows:
         if not all(bool(torch.isfinite(value).all()) for value in values):
             raise ValueError(f"{name} has NaN or infinite derivatives: is the loss convex?")
 
+    @classmethod
+    def random(cls, outputs: Tensor) -> LossRows:
+        """One row of random numbers at each point, to try something with, for outputs (b, t, d)."""
+        rows = cls.__new__(cls)
+        generator = torch.Generator().manual_seed(0)
+        numbers = torch.randn(outputs.shape, generator=generator, dtype=torch.float64)
+        rows._shape, rows._samples = outputs.shape, [numbers.to(outputs).flatten(0, 1)]
+        return rows
+
     @property
     def root(self) -> Tensor:
         """R_i of all rows of outputs, (b·t, q', d), or (b·t, d) if every R_i is diagonal."""
