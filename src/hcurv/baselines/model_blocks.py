@@ -191,14 +191,17 @@ def _join_biases(
         size, start = layout.shapes[name].numel(), layout.slices[name].start
         bias = _column_sums(size, uses, gradients, batch)
         nodes = {ordered.use.node for ordered in uses}
+        starts = {int(ordered.use.entries.min()) for ordered in uses}
         places: dict[int, int] = {}  # the block that each part of the bias belongs to
         covered = torch.zeros(size)
         for number, block in enumerate(blocks):
             units = block.matrix.num_units
-            if layer_of(block.parameter) != layer_of(name) or block.has_bias or size % units:
+            if layer_of(block.parameter) != layer_of(name) or block.has_bias:
                 continue
             same_node = {ordered.use.node for ordered in groups[number]} <= nodes
-            for first in range(0, size, units):
+            for first in sorted({*starts, *range(0, size, units)}):
+                if first + units > size:
+                    break
                 part = bias[:, first : first + units]
                 if first not in places and _agree(part, factors[number], same_node):
                     places[first] = number
