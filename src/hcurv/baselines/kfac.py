@@ -27,6 +27,7 @@ from hcurv.baselines.kronecker_chain import (
     InverseChain,
     KroneckerPair,
     damped,
+    eigenvectors,
 )
 from hcurv.baselines.kronecker_moments import Moments, ParameterMatrix, write_layers
 from hcurv.baselines.model_factors import ModelFactors, Positions
@@ -160,7 +161,7 @@ class KFAC(SymmetricOperator):
             self.moments, self._diagonals = factors.moments(pairs, bar.update)
             self._eigenbases: list[tuple[KroneckerPair | Identity, Tensor]] | None = None
             if ekfac:  # The same seed gives the same gradients again.
-                bases = _eigenvectors(self.moments)
+                bases = eigenvectors(self.moments)
                 values = factors.eigenvalues(bases, bar.update)
                 self._eigenbases = [
                     *zip(bases, values, strict=True),
@@ -359,7 +360,7 @@ class KFAC(SymmetricOperator):
                     eigenvalues = self._calibrated(numbers, reference, rows)
                 chain = InverseChain(
                     [
-                        _inverse_block(basis, values)
+                        InverseBlock.of(basis, values)
                         for (basis, _), values in zip(self._eigenbases, eigenvalues, strict=True)
                     ]
                 )
@@ -380,7 +381,7 @@ class KFAC(SymmetricOperator):
         moments = self.moments if self.structure == "block-tridiagonal" else None
         chain = Chain.of(pairs, moments).invert().to(None, self.dtype)
         others = [
-            _inverse_block(Identity(), diagonal + number)
+            InverseBlock.of(Identity(), diagonal + number)
             for diagonal, number in zip(self._diagonals, numbers[self._num_pairs :], strict=True)
         ]
         return InverseChain([*chain.blocks, *others], chain.links), [*shifts, *[None] * len(others)]
@@ -427,21 +428,3 @@ class KFAC(SymmetricOperator):
                 f" got numbers from {low} to {high} for the layer of '{name}'"
             )
         return low
-
-
-def _inverse_block(basis: KroneckerPair | Identity, values: Tensor) -> InverseBlock:
-    """Invert a block with these eigenvectors and eigenvalues."""
-    return InverseBlock(basis, values, values.double().log().sum())
-
-
-def _eigenvectors(moments: Moments) -> list[KroneckerPair]:
-    """Find the eigenvectors of A and G of each layer."""
-    return [
-        KroneckerPair(
-            *(
-                torch.linalg.eigh(factor.double()).eigenvectors.to(factor)
-                for factor in (moments.inputs[pair], moments.gradients[pair])
-            )
-        )
-        for pair in moments.inputs
-    ]

@@ -21,7 +21,15 @@ from torch import Tensor
 
 from hcurv.baselines.kronecker_moments import Moments
 
-__all__ = ["Chain", "Identity", "InverseBlock", "InverseChain", "KroneckerPair", "damped"]
+__all__ = [
+    "Chain",
+    "Identity",
+    "InverseBlock",
+    "InverseChain",
+    "KroneckerPair",
+    "damped",
+    "eigenvectors",
+]
 
 
 @dataclass(frozen=True)
@@ -94,6 +102,19 @@ def damped(pair: KroneckerPair, damping: float) -> tuple[KroneckerPair, tuple[fl
     inputs.diagonal().add_(shifts[0])
     gradients.diagonal().add_(shifts[1])
     return KroneckerPair(inputs, gradients), shifts
+
+
+def eigenvectors(moments: Moments) -> list[KroneckerPair]:
+    """Find the eigenvectors of A and G of each diagonal block."""
+    return [
+        KroneckerPair(
+            *(
+                torch.linalg.eigh(factor.double()).eigenvectors.to(factor)
+                for factor in (moments.inputs[pair], moments.gradients[pair])
+            )
+        )
+        for pair in moments.inputs
+    ]
 
 
 @dataclass(frozen=True)
@@ -196,6 +217,11 @@ class InverseBlock:
     basis: KroneckerPair | Identity
     scale: Tensor | None
     logdet: Tensor
+
+    @classmethod
+    def of(cls, basis: KroneckerPair | Identity, values: Tensor) -> InverseBlock:
+        """Invert a block with these eigenvectors and eigenvalues, (units, columns)."""
+        return cls(basis, values, values.double().log().sum())
 
     @property
     def like(self) -> Tensor:
