@@ -1,6 +1,7 @@
 """K-FAC (Martens and Grosse 2015; paper, §4.3): Kronecker factors of the Fisher matrix.
 
-All structures act on the matrix V of a layer's parameters (see `kronecker_moments`). The
+All structures act on the matrix V of a layer's parameters (see `kronecker_moments` for chains of
+Linear layers, `model_blocks` and `model_factors` for other models, which are block-diagonal). The
 block-diagonal one is V → G V A. The block-tridiagonal one has a block-tridiagonal *inverse*, and
 agrees with the Kronecker blocks on the diagonal and next to it. The full one has all Kronecker
 blocks (the paper's last K-FAC equation). EKFAC (George et al. 2018) keeps the eigenvectors of A and
@@ -9,7 +10,6 @@ G and measures the eigenvalues anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cached_property
 from typing import Literal
 
@@ -17,23 +17,20 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from hcurv.baselines.chain_factors import ChainFactors
 from hcurv.baselines.kfac_calibration import calibrate, check_reference
 from hcurv.baselines.kfac_factorization import KFACFactorization
 from hcurv.baselines.kronecker_chain import (
     Chain,
+    Identity,
     InverseBlock,
     InverseChain,
     KroneckerPair,
     damped,
+    eigenvectors,
 )
-from hcurv.baselines.kronecker_moments import (
-    GradientBatch,
-    LayerMatrix,
-    Moments,
-    add_moments,
-    gradient_batches,
-    write_layers,
-)
+from hcurv.baselines.kronecker_moments import Moments, ParameterMatrix, write_layers
+from hcurv.baselines.model_factors import ModelFactors, Positions
 from hcurv.factorized import (
     Damping,
     DampingLike,
@@ -46,6 +43,7 @@ from hcurv.layout import ParameterLayout
 from hcurv.losses import Loss
 from hcurv.memory import require_bytes
 from hcurv.network.batches import Data
+from hcurv.network.model.snapshot import ForwardFunction
 from hcurv.network.problem import read_problem
 from hcurv.network.tracing import UnsupportedModelError
 from hcurv.operators import SymmetricOperator
@@ -58,19 +56,40 @@ Structure = Literal["block-diagonal", "block-tridiagonal", "full"]
 class KFAC(SymmetricOperator):
     """A Kronecker-factored approximation of the Gauss-Newton Hessian.
 
+    It reads every model that `GaussNewton` reads. What a parameter gets depends on how it is used:
+
+    - The weight of a Linear layer, over any leading dimensions, or of a convolution: a Kronecker
+      block. Other products z = W x count, too, transposed convolutions among them. The groups of a
+      convolution, or matrices that are multiplied side by side, have a block each.
+    - A weight that is used several times as the same linear map, as by a module that is called
+      twice: one block. All uses count as positions.
+    - The bias of such a layer: it joins the block of its weight, as the weight of an input that is
+      one, if it is added wherever the weight is used.
+    - Everything else: the exact diagonal of H (that of the drawn targets, if there are any).
+      These are scales and shifts of normalisations, embeddings and learned positions, biases
+      whose weight is frozen (those of a chain of Linear layers keep their G) or shared with
+      another layer, and weights with a use that is no z = W x or sees W transposed, such as
+      embeddings that are the output layer as well.
+
     Args:
         model: the network, as for `GaussNewton`.
         loss: the loss, as for `GaussNewton`.
         data: the data, as for `GaussNewton`.
-        structure: "block-diagonal", "block-tridiagonal" or "full" (which has no cheap inverse).
+        structure: "block-diagonal"; or, for chains of Linear layers, "block-tridiagonal" or "full"
+            (which has no cheap inverse).
+        positions: how weights are treated that are used at several positions of a point (pixels,
+            words). "expand" (Grosse and Martens 2016) takes each position for a point of its own;
+            "reduce" (Eschenhagen et al. 2023) averages inputs and adds up gradients over them.
         num_samples: the number of targets drawn from the model's prediction for each point; None
             takes the exact expectation over them.
         ekfac: whether to measure the eigenvalues anew; only with "block-diagonal".
+        forward_fn: as for `GaussNewton`.
         seed: the seed of the drawn targets.
         progress: whether to show a progress bar.
 
     Raises:
-        UnsupportedModelError: the model is not a chain that can be read.
+        UnsupportedModelError: the model cannot be read, or is no chain although the structure
+            needs one.
         InsufficientMemoryError: the factors would not fit into free memory.
         TypeError, ValueError: the model, the loss, the data or an option do not fit.
 
@@ -81,6 +100,10 @@ class KFAC(SymmetricOperator):
         >>> E = hcurv.baselines.KFAC(model, loss, inputs, num_samples=None, ekfac=True)
         >>> E.relative_error(H) < K.relative_error(H) < 1
         True
+        >>> images = torch.ones(5, 1, 6, 6)
+        >>> cnn = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.Flatten(1))
+        >>> hcurv.baselines.KFAC(cnn, torch.nn.MSELoss(), images, positions="reduce").num_stored
+        116
     """
 
     def __init__(
@@ -90,8 +113,10 @@ class KFAC(SymmetricOperator):
         data: Data,
         *,
         structure: Structure = "block-diagonal",
+        positions: Positions = "expand",
         num_samples: int | None = 1,
         ekfac: bool = False,
+        forward_fn: ForwardFunction | None = None,
         seed: int = 0,
         progress: bool = False,
     ) -> None:
@@ -100,20 +125,30 @@ class KFAC(SymmetricOperator):
                 'structure must be "block-diagonal", "block-tridiagonal" or "full";'
                 f" got {structure!r}"
             )
+        if positions not in ("expand", "reduce"):
+            raise ValueError(f'positions must be "expand" or "reduce"; got {positions!r}')
         if ekfac and structure != "block-diagonal":
             raise ValueError(f'ekfac works with structure="block-diagonal"; got "{structure}"')
         if num_samples is not None:
             num_samples = check_count(num_samples, "num_samples")
         seed = check_seed(seed)
         self.structure: Structure = structure
-        problem = read_problem(model, loss, data)
-        if problem.network is None:
-            raise UnsupportedModelError("K-FAC is made for chains of Linear layers.")
-        self._network = problem.network
-        self._layers = [
-            LayerMatrix(layer.parameters) for layer in self._network.layers if layer.trainable
-        ]
-        count = len(self._layers)
+        problem = read_problem(model, loss, data, forward_fn=forward_fn)
+        self._layout, self._dtype, self._device = problem.layout, problem.dtype, problem.device
+        factors: ChainFactors | ModelFactors
+        if problem.network is not None:
+            factors = ChainFactors(problem, num_samples, seed)
+        elif structure == "block-diagonal":
+            factors = ModelFactors(problem, positions, num_samples, seed)
+        else:
+            raise UnsupportedModelError(
+                f'structure="{structure}" couples neighbouring layers, so that it needs a chain of'
+                " Linear layers; this model is none.",
+                'Use structure="block-diagonal", which reads any model.',
+            )
+        count = len(factors.layers)
+        # The layers of diagonal blocks come after those of Kronecker blocks.
+        self._layers = [*factors.layers, *factors.others]
         reach = {"block-diagonal": 0, "block-tridiagonal": 1, "full": count}[structure]
         pairs = [(i, j) for i in range(count) for j in range(i, min(count, i + reach + 1))]
         self._require_memory(pairs)
@@ -122,12 +157,16 @@ class KFAC(SymmetricOperator):
             torch.no_grad(),
             tqdm(total=passes * problem.num_points, unit="points", disable=not progress) as bar,
         ):
-            batches = gradient_batches(problem, num_samples, seed)
-            self.moments: Moments = add_moments(batches, pairs, problem.num_points, bar.update)
-            self._eigenbases: list[tuple[KroneckerPair, Tensor]] | None = None
+            self.moments: Moments
+            self.moments, self._diagonals = factors.moments(pairs, bar.update)
+            self._eigenbases: list[tuple[KroneckerPair | Identity, Tensor]] | None = None
             if ekfac:  # The same seed gives the same gradients again.
-                batches = gradient_batches(problem, num_samples, seed)
-                self._eigenbases = _measure_eigenvalues(self.moments, batches, bar)
+                bases = eigenvectors(self.moments)
+                values = factors.eigenvalues(bases, bar.update)
+                self._eigenbases = [
+                    *zip(bases, values, strict=True),
+                    *((Identity(), diagonal) for diagonal in self._diagonals),
+                ]
 
     def _require_memory(self, pairs: list[tuple[int, int]]) -> None:
         """Refuse factors that would not fit into free memory, before the data is read again."""
@@ -137,7 +176,7 @@ class KFAC(SymmetricOperator):
         require_bytes(
             2 * floats * self.dtype.itemsize,  # A sum, and the moments of one batch.
             self.device,
-            f"the Kronecker factors of {len(self._layers)} layers",
+            f"the Kronecker factors of {len({i for i, _ in pairs})} layers",
             (
                 'use structure="block-diagonal", if another one is asked for',
                 "freeze layers with many inputs with requires_grad_(False)",
@@ -153,30 +192,30 @@ class KFAC(SymmetricOperator):
     @property
     def shape(self) -> tuple[int, int]:
         """``(N, N)``."""
-        return (self._network.num_parameters, self._network.num_parameters)
+        return (self._layout.size, self._layout.size)
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of the model's parameters."""
-        return self._network.dtype
+        return self._dtype
 
     @property
     def device(self) -> torch.device:
         """The device of the model's parameters."""
-        return self._network.device
+        return self._device
 
     @property
     def layout(self) -> ParameterLayout:
         """Names, shapes and places of the parameters in the flat vector."""
-        return self._network.layout
+        return self._layout
 
     @property
     def num_stored(self) -> int:
-        """The number of floats of all Kronecker factors."""
+        """The number of floats of all Kronecker factors and diagonal blocks."""
         if self._eigenbases is not None:
             return sum(basis.num_stored + values.numel() for basis, values in self._eigenbases)
         factors = (*self.moments.inputs.values(), *self.moments.gradients.values())
-        return sum(factor.numel() for factor in factors)
+        return sum(factor.numel() for factor in (*factors, *self._diagonals))
 
     def diagonal(self) -> Tensor:
         """Compute the N diagonal entries.
@@ -187,19 +226,22 @@ class KFAC(SymmetricOperator):
             True
         """
         if self._eigenbases is not None:
-            blocks = [
-                basis.gradients.square() @ values @ basis.inputs.square().T
-                for basis, values in self._eigenbases
-            ]
+            blocks = [basis.apply_squared(values) for basis, values in self._eigenbases]
         else:
             blocks = [
                 torch.outer(
                     self.moments.gradients[number, number].diagonal(),
                     self.moments.inputs[number, number].diagonal(),
                 )
-                for number in range(len(self._layers))
+                for number in range(self._num_pairs)
             ]
+            blocks += self._diagonals
         return write_layers(self._layers, [block[None] for block in blocks]).squeeze(1)
+
+    @property
+    def _num_pairs(self) -> int:
+        """The number of diagonal blocks that are Kronecker products."""
+        return len(self._layers) - len(self._diagonals)
 
     def _matmat(self, rhs: Tensor) -> Tensor:
         values = [layer.read(rhs) for layer in self._layers]
@@ -216,13 +258,15 @@ class KFAC(SymmetricOperator):
 
     def _multiply(self, values: list[Tensor]) -> list[Tensor]:
         """Multiply by all Kronecker blocks that are stored."""
-        result = [torch.zeros_like(block) for block in values]
+        kronecker, others = values[: self._num_pairs], values[self._num_pairs :]
+        result = [torch.zeros_like(block) for block in kronecker]
         for (i, j), inputs in self.moments.inputs.items():
             gradients = self.moments.gradients[i, j]
             result[i] += gradients @ values[j] @ inputs.T
             if i != j:
                 result[j] += gradients.T @ values[i] @ inputs
-        return result
+        scaled = [d * block for d, block in zip(self._diagonals, others, strict=True)]
+        return [*result, *scaled]
 
     @cached_property
     def _undamped_chain(self) -> Chain:
@@ -236,7 +280,7 @@ class KFAC(SymmetricOperator):
                 self.moments.inputs[number, number].double(),
                 self.moments.gradients[number, number].double(),
             )
-            for number in range(len(self._layers))
+            for number in range(self._num_pairs)
         ]
 
     def factorize(
@@ -250,7 +294,7 @@ class KFAC(SymmetricOperator):
 
         K-FAC damps its factors (Martens and Grosse 2015, §6.3): the inverted matrix has the
         diagonal blocks (G + √λ/π I) ⊗ (A + π√λ I), where π² is the ratio of the mean eigenvalues of
-        A and G. EKFAC adds λ to its eigenvalues e.
+        A and G. It adds λ to diagonal blocks, and EKFAC to its eigenvalues e.
 
         With ``reference`` and ``rows``, EKFAC is calibrated at the same storage: its eigenvalues
         become λ(1 + (ce/λ)^p)^(1/p), with c and p such that the variances of the rows are as near
@@ -304,7 +348,7 @@ class KFAC(SymmetricOperator):
             raise ValueError("only EKFAC can be calibrated: build KFAC(ekfac=True)")
         with torch.no_grad():
             numbers = [self._layer_damping(layer, resolved) for layer in self._layers]
-            shifts: list[tuple[float, float]] | None = None
+            shifts: list[tuple[float, float] | None] | None = None
             if self._eigenbases is not None:
                 if reference is None and rows is None:
                     eigenvalues = [
@@ -316,19 +360,31 @@ class KFAC(SymmetricOperator):
                     eigenvalues = self._calibrated(numbers, reference, rows)
                 chain = InverseChain(
                     [
-                        InverseBlock(basis, values, values.double().log().sum())
+                        InverseBlock.of(basis, values)
                         for (basis, _), values in zip(self._eigenbases, eigenvalues, strict=True)
                     ]
                 )
             else:
-                pairs, shifts = [], []
-                for pair, number in zip(self._diagonal_pairs(), numbers, strict=True):
-                    damped_pair, shift = damped(pair, number)
-                    pairs.append(damped_pair)
-                    shifts.append(shift)
-                moments = self.moments if self.structure == "block-tridiagonal" else None
-                chain = Chain.of(pairs, moments).invert().to(None, self.dtype)
+                chain, shifts = self._damped_chain(numbers)
             return KFACFactorization(self._layers, chain, resolved, shifts)
+
+    def _damped_chain(
+        self, numbers: list[float]
+    ) -> tuple[InverseChain, list[tuple[float, float] | None]]:
+        """Invert the matrix with factored damping; also return what was added to A and G."""
+        pairs: list[KroneckerPair] = []
+        shifts: list[tuple[float, float] | None] = []
+        for pair, number in zip(self._diagonal_pairs(), numbers[: self._num_pairs], strict=True):
+            damped_pair, shift = damped(pair, number)
+            pairs.append(damped_pair)
+            shifts.append(shift)
+        moments = self.moments if self.structure == "block-tridiagonal" else None
+        chain = Chain.of(pairs, moments).invert().to(None, self.dtype)
+        others = [
+            InverseBlock.of(Identity(), diagonal + number)
+            for diagonal, number in zip(self._diagonals, numbers[self._num_pairs :], strict=True)
+        ]
+        return InverseChain([*chain.blocks, *others], chain.links), [*shifts, *[None] * len(others)]
 
     def _calibrated(
         self, numbers: list[float], reference: Factorized, rows: Tensor
@@ -358,7 +414,7 @@ class KFAC(SymmetricOperator):
             for part, (_, old) in zip(parts, self._eigenbases, strict=True)
         ]
 
-    def _layer_damping(self, layer: LayerMatrix, damping: Damping) -> float:
+    def _layer_damping(self, layer: ParameterMatrix, damping: Damping) -> float:
         """Find the one number that damps all parameters of a layer."""
         if damping.is_number:
             return damping.number
@@ -366,45 +422,9 @@ class KFAC(SymmetricOperator):
         low, high = float(values.min()), float(values.max())
         if low != high:
             first = int(layer.rows()[0])
-            (name,) = (n for n, place in self.layout.slices.items() if place.start == first)
+            name = self.layout.names[int(self.layout.locate(torch.tensor(first))[0])]
             raise ValueError(
                 "K-FAC takes one damping for each layer, because it damps the factors of a layer;"
                 f" got numbers from {low} to {high} for the layer of '{name}'"
             )
         return low
-
-
-def _measure_eigenvalues(
-    moments: Moments, batches: Iterator[GradientBatch], bar: tqdm[object]
-) -> list[tuple[KroneckerPair, Tensor]]:
-    """Find the eigenvectors of A and G of each layer, and the curvature along their products.
-
-    Args:
-        moments: A and G of each layer.
-        batches: the inputs and gradients from which the moments were computed.
-        bar: a progress bar.
-
-    Returns:
-        For each layer the eigenvectors of A and of G, and the values (units, columns).
-    """
-    bases = [
-        KroneckerPair(
-            *(
-                torch.linalg.eigh(factor.double()).eigenvectors.to(factor)
-                for factor in (moments.inputs[pair], moments.gradients[pair])
-            )
-        )
-        for pair in moments.inputs
-    ]
-    values = [torch.zeros_like(basis.gradients[:, :1] @ basis.inputs[:1]) for basis in bases]
-    for batch in batches:
-        for number, basis in enumerate(bases):
-            features = (batch.features[number] @ basis.inputs).square_()
-            rows = batch.gradients[number]
-            if rows.ndim == 2:  # The gradients of a point are a diagonal matrix.
-                turned = rows.square() @ basis.gradients.square()
-            else:
-                turned = (rows @ basis.gradients).square_().sum(1)
-            values[number].addmm_(turned.T, features)
-        bar.update(batch.num_points)
-    return list(zip(bases, values, strict=True))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hcurv.baselines.kronecker_chain import InverseChain
-from hcurv.baselines.kronecker_moments import LayerMatrix, write_layers
+from hcurv.baselines.kronecker_chain import Identity, InverseChain
+from hcurv.baselines.kronecker_moments import ParameterMatrix, write_layers
 from hcurv.factorized import (
     Damping,
     DeviceLike,
@@ -28,22 +28,23 @@ class KFACFactorization(Factorized):
     """The inverse of a damped K-FAC approximation. Made by `KFAC.factorize`.
 
     K-FAC damps the factors of each layer: the matrix that is inverted has the diagonal blocks
-    (G + √λ/π I) ⊗ (A + π√λ I), not G ⊗ A + λI. EKFAC adds λ to its eigenvalues, which is the same
-    as adding λI, unless they are calibrated.
+    (G + √λ/π I) ⊗ (A + π√λ I), not G ⊗ A + λI. To diagonal blocks it adds λI. EKFAC adds λ to its
+    eigenvalues, which is the same as adding λI, unless they are calibrated.
 
     Args:
         layers: where the parameters of each layer lie.
         chain: the inverse.
         damping: λ, a number for all layers or (N,) numbers that are equal within each layer.
-        shifts: what was added to the diagonals of A and of G of each layer; None for EKFAC.
+        shifts: what was added to the diagonals of A and of G of each layer, or None for a diagonal
+            block, to which λ was added; None for EKFAC.
     """
 
     def __init__(
         self,
-        layers: Sequence[LayerMatrix],
+        layers: Sequence[ParameterMatrix],
         chain: InverseChain,
         damping: Damping,
-        shifts: Sequence[tuple[float, float]] | None,
+        shifts: Sequence[tuple[float, float] | None] | None,
     ) -> None:
         super().__init__(damping)
         self._layers, self._chain = tuple(layers), chain
@@ -58,12 +59,12 @@ class KFACFactorization(Factorized):
     @property
     def dtype(self) -> torch.dtype:
         """The type of right-hand sides and solutions."""
-        return self._chain.blocks[0].basis.inputs.dtype
+        return self._chain.blocks[0].like.dtype
 
     @property
     def device(self) -> torch.device:
         """The device on which the factors are stored."""
-        return self._chain.blocks[0].basis.inputs.device
+        return self._chain.blocks[0].like.device
 
     @property
     def num_stored(self) -> int:
@@ -149,11 +150,13 @@ class KFACFactorization(Factorized):
         """
         assert self._shifts is not None
         slopes = []
-        for layer, block, (a, c) in zip(
-            self._layers, self._chain.blocks, self._shifts, strict=True
-        ):
-            inputs, gradients = block.basis.inputs.double(), block.basis.gradients.double()
+        for layer, block, shift in zip(self._layers, self._chain.blocks, self._shifts, strict=True):
             b, w = layer.read(rhs).double(), layer.read(adjoint).double()
+            if shift is None or isinstance(block.basis, Identity):  # dM/dλ = I
+                slopes.append(-(w * b * block.diagonal()).sum())
+                continue
+            a, c = shift
+            inputs, gradients = block.basis.inputs.double(), block.basis.gradients.double()
             by_inputs = ((w @ inputs) * (b @ inputs)).sum()
             by_gradients = ((gradients.T @ w) * (gradients.T @ b)).sum()
             slopes.append(-(a * by_inputs + c * by_gradients) / (2 * a * c))
@@ -163,7 +166,11 @@ class KFACFactorization(Factorized):
         """Compute tr(M⁻¹ dM/dλ) of each layer, (layers,)."""
         assert self._shifts is not None
         slopes = []
-        for block, (a, c) in zip(self._chain.blocks, self._shifts, strict=True):
+        for block, shift in zip(self._chain.blocks, self._shifts, strict=True):
+            if shift is None or isinstance(block.basis, Identity):
+                slopes.append(block.diagonal().sum())
+                continue
+            a, c = shift
             inputs, gradients = block.basis.inputs.double(), block.basis.gradients.double()
             by_inputs = gradients.shape[0] * inputs.square().sum()
             by_gradients = inputs.shape[0] * gradients.square().sum()

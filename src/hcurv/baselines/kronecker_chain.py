@@ -21,7 +21,15 @@ from torch import Tensor
 
 from hcurv.baselines.kronecker_moments import Moments
 
-__all__ = ["Chain", "InverseBlock", "InverseChain", "KroneckerPair", "damped"]
+__all__ = [
+    "Chain",
+    "Identity",
+    "InverseBlock",
+    "InverseChain",
+    "KroneckerPair",
+    "damped",
+    "eigenvectors",
+]
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,10 @@ class KroneckerPair:
         """Compute Gᵀ V A for V of shape (k, units, columns)."""
         return self.gradients.T @ values @ self.inputs
 
+    def apply_squared(self, values: Tensor) -> Tensor:
+        """Compute G² V (A²)ᵀ, with the squares of all entries, for V of shape (units, columns)."""
+        return self.gradients.square() @ values @ self.inputs.square().T
+
     @property
     def num_stored(self) -> int:
         """The number of floats of both factors."""
@@ -52,6 +64,23 @@ class KroneckerPair:
     def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> KroneckerPair:
         """Return this pair on another device or in another precision."""
         return KroneckerPair(self.inputs.to(device, dtype), self.gradients.to(device, dtype))
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The eigenvectors of a block that is diagonal as it is; used like a `KroneckerPair`."""
+
+    num_stored = 0
+
+    def apply(self, values: Tensor) -> Tensor:
+        """Return the values."""
+        return values
+
+    apply_transposed = apply_squared = apply
+
+    def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Identity:
+        """Return this."""
+        return self
 
 
 def damped(pair: KroneckerPair, damping: float) -> tuple[KroneckerPair, tuple[float, float]]:
@@ -73,6 +102,19 @@ def damped(pair: KroneckerPair, damping: float) -> tuple[KroneckerPair, tuple[fl
     inputs.diagonal().add_(shifts[0])
     gradients.diagonal().add_(shifts[1])
     return KroneckerPair(inputs, gradients), shifts
+
+
+def eigenvectors(moments: Moments) -> list[KroneckerPair]:
+    """Find the eigenvectors of A and G of each diagonal block."""
+    return [
+        KroneckerPair(
+            *(
+                torch.linalg.eigh(factor.double()).eigenvectors.to(factor)
+                for factor in (moments.inputs[pair], moments.gradients[pair])
+            )
+        )
+        for pair in moments.inputs
+    ]
 
 
 @dataclass(frozen=True)
@@ -166,14 +208,28 @@ class InverseBlock:
     """Σ⁻¹ V = K_G ((K_Gᵀ V K_A) / D) K_Aᵀ.
 
     Attributes:
-        basis: K_A and K_G.
-        scale: D, (units, columns), or None if all of its entries are one.
+        basis: K_A and K_G; or the identity, for a diagonal Σ.
+        scale: D, (units, columns), or None if all of its entries are one, which those of a
+            diagonal Σ are not.
         logdet: log det Σ, in double precision.
     """
 
-    basis: KroneckerPair
+    basis: KroneckerPair | Identity
     scale: Tensor | None
     logdet: Tensor
+
+    @classmethod
+    def of(cls, basis: KroneckerPair | Identity, values: Tensor) -> InverseBlock:
+        """Invert a block with these eigenvectors and eigenvalues, (units, columns)."""
+        return cls(basis, values, values.double().log().sum())
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor with the type and the device of this block."""
+        if isinstance(self.basis, KroneckerPair):
+            return self.basis.inputs
+        assert self.scale is not None
+        return self.scale
 
     def solve(self, values: Tensor) -> Tensor:
         """Compute Σ⁻¹ V for V of shape (k, units, columns)."""
@@ -186,6 +242,9 @@ class InverseBlock:
 
     def diagonal(self, link: KroneckerPair | None = None) -> Tensor:
         """Compute the diagonal of Σ⁻¹, or of Ψᵀ Σ⁻¹ Ψ, in double precision, (units, columns)."""
+        if isinstance(self.basis, Identity):
+            assert self.scale is not None
+            return 1 / self.scale.double()
         inputs, gradients = self.basis.inputs.double(), self.basis.gradients.double()
         if link is not None:
             inputs = link.inputs.double().T @ inputs

@@ -14,8 +14,9 @@ C_i^ℓᵀ C_i^m with the factors C_i of `GaussNewton`, whose rows are used like
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,8 +31,11 @@ __all__ = [
     "GradientBatch",
     "LayerMatrix",
     "Moments",
+    "ParameterMatrix",
     "add_moments",
     "gradient_batches",
+    "gram",
+    "require_finite",
     "write_layers",
 ]
 
@@ -43,6 +47,27 @@ _BATCH_FLOATS = 2**23
 # A Gram matrix is computed in strips of this many rows, each only up to the diagonal. Wider strips
 # compute more entries twice, narrower ones make the matrix products less efficient.
 _STRIP_ROWS = 256
+
+
+class ParameterMatrix(Protocol):
+    """Some parameters as a matrix with a row per unit; those of a diagonal block are one column."""
+
+    @property
+    def num_units(self) -> int:
+        """The number of rows."""
+
+    @property
+    def num_columns(self) -> int:
+        """The number of columns."""
+
+    def rows(self) -> Tensor:
+        """The flat indices of all of these parameters, in any order."""
+
+    def read(self, flat: Tensor) -> Tensor:
+        """Read these parameters from flat vectors, (N, k), as matrices (k, units, columns)."""
+
+    def write(self, flat: Tensor, values: Tensor) -> None:
+        """Write matrices (k, units, columns) into flat vectors, (N, k)."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +121,7 @@ class LayerMatrix:
             weight.copy_(values[:, : weight.shape[1]])
 
 
-def write_layers(layers: Sequence[LayerMatrix], values: Sequence[Tensor]) -> Tensor:
+def write_layers(layers: Sequence[ParameterMatrix], values: Sequence[Tensor]) -> Tensor:
     """Join matrices (k, units, columns), one for each layer, into flat vectors (N, k)."""
     size = sum(layer.num_units * layer.num_columns for layer in layers)
     result = values[0].new_empty(size, values[0].shape[0])
@@ -137,10 +162,12 @@ def gradient_batches(
         seed: the seed of the draws; the same seed gives the same gradients every time.
     """
     network = problem.network
+    assert network is not None
     generator = torch.Generator().manual_seed(seed)
     step = _batch_size(problem, num_samples)
     start = 0
     for inputs in problem.inputs():
+        assert isinstance(inputs, Tensor)
         for some in inputs.split(step):
             batch = forward_pass(network, some, start)
             start = batch.points.stop
@@ -161,11 +188,14 @@ def gradient_batches(
 
 def _batch_size(problem: Problem, num_samples: int | None) -> int:
     """Find how many points fit into one batch."""
-    layers = problem.network.layers
+    network, few = problem.network, problem.survey.first_inputs
+    assert network is not None
+    assert isinstance(few, Tensor)
+    layers = network.layers
     widest = max(max(layer.in_features, layer.out_features) for layer in layers)
     if num_samples is not None:
         return max(1, _BATCH_FLOATS // (widest * num_samples))
-    first = forward_pass(problem.network, problem.survey.first_inputs[:1], 0)
+    first = forward_pass(network, few[:1], 0)
     root = problem.loss_root(first.outputs, first.points)
     units = sum(layer.out_features for layer in (layers if root.ndim == 3 else layers[:-1]))
     return max(1, _BATCH_FLOATS // max(widest, units * root.shape[1]))
@@ -243,18 +273,22 @@ def add_moments(
     gradients: dict[Pair, Tensor] = {}
     for batch in batches:
         for first, second in pairs:
-            features = _gram(batch.features[first], batch.features[second])
+            features = gram(batch.features[first], batch.features[second])
             products = _gradient_gram(batch.gradients[first], batch.gradients[second])
             _add(inputs, (first, second), features)
             _add(gradients, (first, second), products)
         progress(batch.num_points)
-    sums = (*inputs.values(), *gradients.values())
+    require_finite((*inputs.values(), *gradients.values()))
+    return Moments({pair: total.div_(num_points) for pair, total in inputs.items()}, gradients)
+
+
+def require_finite(sums: Iterable[Tensor]) -> None:
+    """Raise a ValueError if sums of squares overflow."""
     if not all(bool(torch.isfinite(total).all()) for total in sums):
         raise ValueError(
             "the squares of the network's inputs or derivatives overflow: scale the inputs down, or"
             " convert the model and the data to float64"
         )
-    return Moments({pair: total.div_(num_points) for pair, total in inputs.items()}, gradients)
 
 
 def _add(sums: dict[Pair, Tensor], pair: Pair, values: Tensor) -> None:
@@ -271,10 +305,10 @@ def _gradient_gram(first: Tensor, second: Tensor) -> Tensor:
     if second.ndim == 2:
         return torch.einsum("bmu,bm->um", first, second)
     flat = first.flatten(0, 1)
-    return _gram(flat, flat if first is second else second.flatten(0, 1))
+    return gram(flat, flat if first is second else second.flatten(0, 1))
 
 
-def _gram(first: Tensor, second: Tensor) -> Tensor:
+def gram(first: Tensor, second: Tensor) -> Tensor:
     """Compute firstᵀ second; if both are the same tensor, only about half of the entries."""
     if first is not second:
         return first.T @ second

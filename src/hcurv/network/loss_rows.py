@@ -70,14 +70,13 @@ class LossRows:
             assert targets is not None
             self._samples = [loss.gradient(rows, targets)]
         elif choice.num_samples is not None:
-            # Each sample of a batch has random numbers of its own.
+            # Each batch has random numbers of its own, from which all its samples are drawn. Torch
+            # takes only the last 32 bits of a seed on the CPU, so that seeds must differ in these.
             seeds = torch.Generator().manual_seed(choice.seed)
-            first = int(torch.randint(2**62, (1,), generator=seeds)) + start
+            first = int(torch.randint(2**31, (1,), generator=seeds))
+            generator = torch.Generator().manual_seed(first + start)
             self._samples = [
-                loss.sample_gradient(
-                    rows, targets, torch.Generator().manual_seed(first + number * 2**32)
-                )
-                for number in range(choice.num_samples)
+                loss.sample_gradient(rows, targets, generator) for _ in range(choice.num_samples)
             ]
             scale /= choice.num_samples
         if self._samples is None:
@@ -96,6 +95,15 @@ class LossRows:
             self._samples = values = [sample * math.sqrt(scale) for sample in self._samples]
         if not all(bool(torch.isfinite(value).all()) for value in values):
             raise ValueError(f"{name} has NaN or infinite derivatives: is the loss convex?")
+
+    @classmethod
+    def random(cls, outputs: Tensor) -> LossRows:
+        """One row of random numbers at each point, to try something with, for outputs (b, t, d)."""
+        rows = cls.__new__(cls)
+        generator = torch.Generator().manual_seed(0)
+        numbers = torch.randn(outputs.shape, generator=generator, dtype=torch.float64)
+        rows._shape, rows._samples = outputs.shape, [numbers.to(outputs).flatten(0, 1)]
+        return rows
 
     @property
     def root(self) -> Tensor:

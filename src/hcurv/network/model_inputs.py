@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeAlias
 
 from torch import Tensor
 
-__all__ = ["Inputs", "is_inputs", "map_inputs", "num_points", "tensors_of"]
+__all__ = ["Inputs", "is_inputs", "map_inputs", "num_points", "split_inputs", "tensors_of"]
 
 Inputs: TypeAlias = Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]
 
@@ -31,6 +31,12 @@ def map_inputs(function: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
 def num_points(inputs: Inputs) -> int:
     """The number of points."""
     return tensors_of(inputs)[0].shape[0]
+
+
+def split_inputs(inputs: Inputs, size: int) -> Iterator[Inputs]:
+    """The inputs of ``size`` points at a time."""
+    for start in range(0, num_points(inputs), size):
+        yield map_inputs(lambda tensor: tensor[start : start + size], inputs)  # noqa: B023
 
 
 def is_inputs(item: object) -> bool:

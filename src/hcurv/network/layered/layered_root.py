@@ -147,9 +147,7 @@ class LayeredRoot(Root):
         """Batched products of columns."""
         num_blocks, num_rows, num_cols = *rows.shape, cols.shape[1]
         same = num_rows == num_cols and torch.equal(rows, cols)
-        result = torch.zeros(
-            num_blocks, num_rows, num_cols, dtype=self.dtype, device=self.device
-        )
+        result = torch.zeros(num_blocks, num_rows, num_cols, dtype=self.dtype, device=self.device)
         if result.numel() == 0:
             return result
         per_block = (num_rows + num_cols) * self.num_rows * _FEWEST_POINTS * self.dtype.itemsize

@@ -19,7 +19,7 @@ from hcurv.network.layered.stacked_jacobian import StackedJacobian
 from hcurv.network.model.contributions import Contribution, LinearUse, LookupUse
 from hcurv.network.model.point_rows import RowOrder
 
-__all__ = ["BatchShape", "Builder", "OrderedUse", "make_builder"]
+__all__ = ["BatchShape", "Builder", "Gradients", "OrderedUse", "by_point", "make_builder"]
 
 # Multiplied out, a layer needs fewer flops for a product wherever there are more positions than
 # rows of R. So it may take this much more memory than positions do.
@@ -134,7 +134,7 @@ def _linear_form(start: int, uses: list[OrderedUse]) -> LinearShape | None:
     return forms.pop() if len(forms) == 1 else None
 
 
-def _by_point(ordered: OrderedUse, rows: Tensor, num_points: int) -> Tensor:
+def by_point(ordered: OrderedUse, rows: Tensor, num_points: int) -> Tensor:
     """Rows (R, d, L) as (b, d, T), with all positions of a point side by side."""
     table = ordered.order.by_point(rows, num_points)  # (b, R/b, d, L)
     return table.transpose(1, 2).flatten(2)
@@ -149,7 +149,7 @@ class _LinearBuilder(Builder):
         self._shape, self._uses, self._batch = shape, uses, batch
         count, q = batch.num_points, batch.num_rows
         self._plain = positions == 1
-        inputs = torch.cat([_by_point(o, o.use.inputs, count) for o in uses], 2)  # type: ignore[union-attr]
+        inputs = torch.cat([by_point(o, o.use.inputs, count) for o in uses], 2)  # type: ignore[union-attr]
         inputs = without_tiny(inputs)
         if self._plain:
             self._inputs = inputs[:, :, 0].T.contiguous()
@@ -168,7 +168,7 @@ class _LinearBuilder(Builder):
             width = use.num_rows // self._batch.num_points * use.inputs.shape[2]
             if gradient is not None:
                 factors = without_tiny(use.factors(gradient))
-                found = _by_point(ordered, factors, self._batch.num_points)
+                found = by_point(ordered, factors, self._batch.num_points)
                 if self._plain:
                     self._factors[:, row] = found[:, :, 0].T
                 else:
@@ -211,7 +211,7 @@ class _DenseBuilder(Builder):
         self._uses, self._batch, self._size = uses, batch, size
         self._values = batch.like.new_zeros(size, batch.num_rows, batch.num_points)
         self._inputs = [
-            _by_point(o, o.use.inputs, batch.num_points).mT if isinstance(o.use, LinearUse) else None
+            by_point(o, o.use.inputs, batch.num_points).mT if isinstance(o.use, LinearUse) else None
             for o in uses
         ]
         everything = torch.arange(size)
@@ -235,7 +235,7 @@ class _DenseBuilder(Builder):
         use, count = ordered.use, self._batch.num_points
         if isinstance(use, LinearUse):
             assert inputs is not None
-            factors = _by_point(ordered, use.factors(gradient), count)
+            factors = by_point(ordered, use.factors(gradient), count)
             return torch.bmm(factors, inputs).flatten(1)
         if isinstance(use, LookupUse):
             rows = ordered.order.by_point(use.factors(gradient), count)  # (b, T, d)

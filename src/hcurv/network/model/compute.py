@@ -7,7 +7,7 @@ can be refused before it is allocated.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from hcurv.network.layered.layer_jacobian import LayerJacobian
 from hcurv.network.layered.stacked_jacobian import StackedJacobian
 from hcurv.network.memory_plan import MemoryPlan, StoredPart
 from hcurv.network.model.reader import ModelReader
-from hcurv.network.model_inputs import Inputs, map_inputs, num_points
+from hcurv.network.model_inputs import map_inputs, num_points, split_inputs
 from hcurv.network.problem import Problem
 
 __all__ = ["compute_layered_root", "model_gradient"]
@@ -76,7 +76,7 @@ def compute_layered_root(
     chunks: list[StackedJacobian] = []
     start = 0
     for inputs in problem.inputs():
-        for some in _split(inputs, batch):
+        for some in split_inputs(inputs, batch):
             stop = start + num_points(some)
             chunks.append(reader.read(some, slice(start, stop)))
             _check_finite(chunks[-1], slice(start, stop))
@@ -94,11 +94,6 @@ def _check_finite(chunk: StackedJacobian, points: slice) -> None:
                     f"derivatives overflow at points {points.start} to {points.stop - 1}: the"
                     " weights or the inputs are too large (try float64)"
                 )
-
-
-def _split(inputs: Inputs, size: int) -> Iterator[Inputs]:
-    for start in range(0, num_points(inputs), size):
-        yield map_inputs(lambda tensor: tensor[start : start + size], inputs)  # noqa: B023
 
 
 def _form(jacobian: LayerJacobian) -> str:
@@ -140,7 +135,7 @@ def model_gradient(problem: Problem, targets: Tensor, weights: Tensor) -> Tensor
     result = [torch.zeros_like(parameter) for parameter in parameters]
     start = 0
     for inputs in problem.inputs():
-        for some in _split(inputs, _MAX_BATCH):
+        for some in split_inputs(inputs, _MAX_BATCH):
             points = slice(start, start + num_points(some))
             start = points.stop
             chosen = weights[points].nonzero().squeeze(1)

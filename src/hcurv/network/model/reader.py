@@ -9,6 +9,7 @@ for which that fails is read one point at a time.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -21,19 +22,21 @@ from hcurv.network.layered.layer_jacobian import LayerJacobian
 from hcurv.network.layered.stacked_jacobian import StackedJacobian
 from hcurv.network.loss_rows import LossRows
 from hcurv.network.model.autograd_graph import Use, find_uses
-from hcurv.network.model.builders import BatchShape, OrderedUse, make_builder
+from hcurv.network.model.builders import BatchShape, Gradients, OrderedUse, make_builder
 from hcurv.network.model.contributions import Contribution, DirectUse, LinearUse
 from hcurv.network.model.per_point import PerPointColumns
 from hcurv.network.model.point_rows import RowOrder, find_order
 from hcurv.network.model.rules import contributions_of
 from hcurv.network.model.snapshot import ModelSnapshot
-from hcurv.network.model_inputs import Inputs, num_points
+from hcurv.network.model_inputs import Inputs, map_inputs, num_points
 from hcurv.network.tracing import UnsupportedModelError
 
-__all__ = ["ModelReader", "RowMaker"]
+__all__ = ["BatchUses", "ModelReader", "RowMaker"]
 
 # What is read is compared with autograd at this many points.
 _NUM_CHECKED = 3
+# A graph of a new shape is tried on this many points. Four show how the rows of points are ordered.
+_NUM_TRIED = 4
 
 Signature: TypeAlias = tuple[Any, ...]
 
@@ -87,14 +90,41 @@ class ModelReader:
         Raises:
             UnsupportedModelError: what was read differs from automatic differentiation.
         """
+        return self._read(self._record(inputs, lambda outputs: self._make_rows(outputs, points)))
+
+    @torch.no_grad()
+    def uses(self, inputs: Inputs, points: slice) -> BatchUses:
+        """All uses of parameters at some points, without making the rows of S.
+
+        Args:
+            inputs: the inputs of these points.
+            points: the range of these points in the data.
+
+        Raises:
+            UnsupportedModelError: what was read differs from automatic differentiation.
+        """
+        batch = self._record(inputs, lambda outputs: self._make_rows(outputs, points))
+        reading = batch.plan(self._unruly, self._checked)
+        # One row at a few points shows whether a graph is read correctly; all points are only
+        # taken if their graph has another shape.
+        for some in (map_inputs(lambda tensor: tensor[:_NUM_TRIED], inputs), inputs):
+            if reading.signature not in self._checked:
+                self._read(self._record(some, LossRows.random))
+                reading = batch.plan(self._unruly, self._checked)
+        return BatchUses(batch, reading, self._per_point)
+
+    def _record(self, inputs: Inputs, make_rows: Callable[[Tensor], LossRows]) -> _Batch:
+        """Run the model, and find all uses of its parameters."""
         outputs, uses = self.graph(inputs)
         if outputs.grad_fn is None:
             raise UnsupportedModelError(
                 "the outputs do not depend on any parameter with requires_grad=True.",
                 "Is the forward pass inside torch.no_grad()?",
             )
-        rows = self._make_rows(outputs.detach(), points)
-        batch = _Batch(self._snapshot, inputs, outputs, rows, uses)
+        return _Batch(self._snapshot, inputs, outputs, make_rows(outputs.detach()), uses)
+
+    def _read(self, batch: _Batch) -> StackedJacobian:
+        """The rows of S of a batch, compared with autograd where that was not done before."""
         while True:
             reading = batch.plan(self._unruly, self._checked)
             self.working_floats = batch.working_floats(reading)
@@ -103,7 +133,7 @@ class ModelReader:
                 return result
             wrong = batch.check(result)
             if not wrong:
-                if num_points(inputs) > 1:  # A single point does not show how several are ordered.
+                if batch.num_points > 1:  # A single point does not show how several are ordered.
                     orders = [o.order for found in reading.uses.values() for o in found]
                     self._checked[reading.signature] = orders
                 return result
@@ -165,6 +195,11 @@ class _Batch:
             known = self._known[use.parameter]
             both = None if found is None or known is None else [*known, *found]
             self._known[use.parameter] = both
+
+    @property
+    def num_points(self) -> int:
+        """The number of points."""
+        return self._shape.num_points
 
     def plan(self, unruly: set[str], checked: dict[Signature, list[RowOrder]]) -> _Reading:
         """Find the order of the rows of all uses.
@@ -306,6 +341,42 @@ class _Batch:
 def _result_size(node: Any) -> int:
     """The number of entries of a function's result."""
     return torch.Size(node._input_metadata[0].shape).numel()
+
+
+class BatchUses:
+    """All uses of parameters at a batch of points. Made by `ModelReader.uses`.
+
+    Args:
+        batch: the batch.
+        reading: how it is to be read.
+        per_point: reads parameters that no rule knows.
+
+    Attributes:
+        known: the uses of each parameter that is read by rules, by its name.
+        rows: the rows of R_i.
+        shape: the sizes of the batch.
+    """
+
+    def __init__(self, batch: _Batch, reading: _Reading, per_point: PerPointColumns) -> None:
+        self._batch, self._per_point = batch, per_point
+        self.known: Mapping[str, list[OrderedUse]] = reading.uses
+        self.rows, self.shape = batch._rows, batch._shape
+        self._nodes = list({o.use.node: None for uses in reading.uses.values() for o in uses})
+
+    @torch.no_grad()
+    def gradients(self, weights: Tensor) -> Gradients:
+        """Derivatives of weighted outputs with respect to the results of all nodes of `known`.
+
+        Args:
+            weights: such as ``rows.row(0)``, (b, t, d).
+        """
+        found = self._batch._backward(self._nodes, weights)
+        return dict(zip(self._nodes, found, strict=True)).__getitem__
+
+    @torch.no_grad()
+    def columns(self, names: list[str]) -> dict[str, Tensor]:
+        """Columns of S, (p, q, b), of parameters that are not in `known`, by their names."""
+        return self._per_point.of(names, self._batch._inputs, self.rows) if names else {}
 
 
 def _signature(use: Contribution, count: int) -> Signature:
