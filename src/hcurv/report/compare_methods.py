@@ -114,12 +114,15 @@ def compare(
     def kfac(**options: Any) -> Callable[[], tuple[SymmetricOperator, str]]:
         return lambda: (KFAC(model, loss, data, seed=seed, **options), "")
 
+    neighbours = {}
+    if matrix.network is not None:  # Only layers of a chain have neighbours.
+        neighbours["K-FAC block-tridiagonal"] = kfac(structure="block-tridiagonal")
+        neighbours["K-FAC full"] = kfac(structure="full")
     builders: dict[str, Callable[[], tuple[SymmetricOperator, str]]] = {
         "hierarchical": run.hierarchical,
         "low rank": run.low_rank,
         "K-FAC block-diagonal": kfac(),
-        "K-FAC block-tridiagonal": kfac(structure="block-tridiagonal"),
-        "K-FAC full": kfac(structure="full"),
+        **neighbours,
         "EKFAC": kfac(ekfac=True),
         "diagonal": lambda: (Diagonal(matrix), ""),
         "blocks per unit": lambda: (BlockDiagonal(matrix, "unit"), ""),
