@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import hcurv
 from cases import Case, assert_close, both_dtypes, labels, normal, seeded
-from hcurv.factorized import Damping
+from hcurv.damping import Damping
 from hcurv.inversion.leverage import approximate_scores, leverage_scores
 from hcurv.inversion.sketch import GrowingSketch, Spectrum
 from oracles import gauss_newton

@@ -31,13 +31,8 @@ from hcurv.baselines.kronecker_chain import (
 )
 from hcurv.baselines.kronecker_moments import Moments, ParameterMatrix, write_layers
 from hcurv.baselines.model_factors import ModelFactors, Positions
-from hcurv.factorized import (
-    Damping,
-    DampingLike,
-    Factorized,
-    NotFactorizableError,
-    as_damping,
-)
+from hcurv.damping import Damping, DampingLike, as_damping
+from hcurv.factorized import Factorized, NotFactorizableError
 from hcurv.indexing import check_count, check_seed
 from hcurv.layout import ParameterLayout
 from hcurv.losses import Loss

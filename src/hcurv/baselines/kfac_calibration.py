@@ -20,7 +20,8 @@ import torch
 from scipy.optimize import brentq, minimize_scalar
 from torch import Tensor
 
-from hcurv.factorized import Damping, Factorized, as_damping
+from hcurv.damping import Damping, as_damping
+from hcurv.factorized import Factorized
 
 __all__ = ["calibrate", "check_reference"]
 

@@ -10,13 +10,8 @@ from torch import Tensor
 
 from hcurv.baselines.kronecker_chain import Identity, InverseChain
 from hcurv.baselines.kronecker_moments import ParameterMatrix, write_layers
-from hcurv.factorized import (
-    Damping,
-    DeviceLike,
-    Factorized,
-    NotFactorizableError,
-    check_float_type,
-)
+from hcurv.damping import Damping, DeviceLike
+from hcurv.factorized import Factorized, NotFactorizableError, check_float_type
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -13,14 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from hcurv.factorized import (
-    Damping,
-    DampingLike,
-    DeviceLike,
-    Factorized,
-    as_damping,
-    check_float_type,
-)
+from hcurv.damping import Damping, DampingLike, DeviceLike, as_damping
+from hcurv.factorized import Factorized, check_float_type
 from hcurv.indexing import check_count, check_seed
 from hcurv.layout import layout_of
 from hcurv.linalg.nystrom import double_gram, leading, nystrom, orthonormal

@@ -7,15 +7,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from hcurv.factorized import (
-    Damping,
-    DampingLike,
-    DeviceLike,
-    Factorized,
-    NotFactorizableError,
-    as_damping,
-    check_float_type,
-)
+from hcurv.damping import Damping, DampingLike, DeviceLike, as_damping
+from hcurv.factorized import Factorized, NotFactorizableError, check_float_type
 from hcurv.indexing import check_count
 from hcurv.layout import layout_of
 from hcurv.linalg import CGResult, cg

@@ -19,7 +19,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hcurv.factorized import Damping, DampingLike, Factorized, as_damping
+from hcurv.damping import Damping, DampingLike, as_damping
+from hcurv.factorized import Factorized
 from hcurv.indexing import check_count, check_seed
 from hcurv.inversion.iterative import IterativeFactorization
 from hcurv.layout import layout_of

@@ -7,12 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hcurv.factorized import (
-    Damping,
-    DeviceLike,
-    Factorized,
-    check_float_type,
-)
+from hcurv.damping import Damping, DeviceLike
+from hcurv.factorized import Factorized, check_float_type
 
 if TYPE_CHECKING:
     from typing_extensions import Self

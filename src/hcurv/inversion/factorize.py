@@ -8,13 +8,8 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from hcurv.factorized import (
-    Damping,
-    DampingLike,
-    Factorized,
-    as_damping,
-    warn_of_accuracy,
-)
+from hcurv.damping import Damping, DampingLike, as_damping
+from hcurv.factorized import Factorized, warn_of_accuracy
 from hcurv.hierarchical.compress import compress
 from hcurv.inversion.accuracy import Accuracy, measure_accuracy
 from hcurv.inversion.dense import DenseFactorization

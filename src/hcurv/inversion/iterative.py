@@ -16,14 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hcurv.factorized import (
-    Damping,
-    DeviceLike,
-    Factorized,
-    NotFactorizableError,
-    check_float_type,
-    warn_of_accuracy,
-)
+from hcurv.damping import Damping, DeviceLike
+from hcurv.factorized import Factorized, NotFactorizableError, check_float_type, warn_of_accuracy
 from hcurv.indexing import check_count
 from hcurv.linalg.block_conjugate_gradients import BlockResult, block_cg
 from hcurv.linalg.quadrature import Quadrature, preconditioned_quadrature

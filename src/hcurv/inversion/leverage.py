@@ -15,7 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hcurv.factorized import Damping, Factorized
+from hcurv.damping import Damping
+from hcurv.factorized import Factorized
 from hcurv.inversion.sample_space import SampleSpaceFactorization
 from hcurv.network.factored_matrix import FactoredMatrix
 from hcurv.network.random_draws import draw_points

@@ -17,13 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hcurv.factorized import (
-    Damping,
-    DeviceLike,
-    Factorized,
-    NotFactorizableError,
-    check_float_type,
-)
+from hcurv.damping import Damping, DeviceLike
+from hcurv.factorized import Factorized, NotFactorizableError, check_float_type
 from hcurv.indexing import check_count
 from hcurv.inversion.dense import DenseFactorization
 from hcurv.inversion.iterative import IterativeFactorization, estimate_diagonal

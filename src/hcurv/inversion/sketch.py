@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hcurv.baselines.low_rank import LowRankFactorization
-from hcurv.factorized import Damping
+from hcurv.damping import Damping
 from hcurv.inversion.iterative import StandIn
 from hcurv.linalg.nystrom import nystrom_of_sketch
 from hcurv.operators import SymmetricOperator

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from hcurv.factorized import Damping, DampingLike, as_damping
+from hcurv.damping import Damping, DampingLike, as_damping
 from hcurv.indexing import check_count
 from hcurv.layout import layout_of
 from hcurv.operators import SymmetricOperator

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hcurv.factorized import Damping, DampingLike, as_damping
+from hcurv.damping import Damping, DampingLike, as_damping
 from hcurv.indexing import Index, Indices, resolve_indices, resolve_pairs
 from hcurv.layout import ParameterLayout
 from hcurv.memory import require_bytes

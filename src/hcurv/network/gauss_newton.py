@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from hcurv.factorized import DampingLike, Factorized, as_damping
+from hcurv.damping import DampingLike, as_damping
+from hcurv.factorized import Factorized
 from hcurv.indexing import check_count, check_seed
 from hcurv.losses import Loss
 from hcurv.network.batches import Data, convert_targets

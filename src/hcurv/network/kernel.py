@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from hcurv.factorized import Damping
+from hcurv.damping import Damping
 from hcurv.indexing import Index, resolve_indices
 from hcurv.memory import require_bytes
 from hcurv.network.block_batches import resolve_blocks

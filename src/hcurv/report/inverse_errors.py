@@ -15,7 +15,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from hcurv.factorized import AccuracyWarning, Damping, Factorized, NotFactorizableError
+from hcurv.damping import Damping
+from hcurv.factorized import AccuracyWarning, Factorized, NotFactorizableError
 from hcurv.hierarchical import NotPositiveDefiniteError
 from hcurv.inversion.dense import DenseFactorization
 from hcurv.inversion.iterative import IterativeFactorization

@@ -24,7 +24,7 @@ import math
 import torch
 from torch import Tensor
 
-from hcurv.factorized import as_damping
+from hcurv.damping import as_damping
 from hcurv.hierarchical.building.sampler import Sampler
 from hcurv.hierarchical.matrix.build_record import DampedError
 from hcurv.hierarchical.matrix.hmatrix import HMatrix

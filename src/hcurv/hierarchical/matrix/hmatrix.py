@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hcurv.factorized import DampingLike, DeviceLike, as_damping, check_float_type
+from hcurv.damping import DampingLike, DeviceLike, as_damping
+from hcurv.factorized import check_float_type
 from hcurv.hierarchical.matrix import elements
 from hcurv.hierarchical.matrix.build_record import BuildRecord
 from hcurv.hierarchical.parts.global_part import GlobalPart

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hcurv.factorized import Damping
+from hcurv.damping import Damping
 from hcurv.hierarchical.matrix.build_record import BuildRecord, DampedError
 from hcurv.hierarchical.matrix.file_format import (
     FLOAT_TYPES,

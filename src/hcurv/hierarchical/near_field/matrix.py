@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hcurv.factorized import DampingLike
+from hcurv.damping import DampingLike
 from hcurv.hierarchical.building.build import BuiltBlocks
 from hcurv.hierarchical.building.construct import BuildSettings, HSSStructure, construct
 from hcurv.hierarchical.building.phases import Phases

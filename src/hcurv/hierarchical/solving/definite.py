@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hcurv.factorized import Damping
+from hcurv.damping import Damping
 from hcurv.hierarchical.solving.elimination import IndefiniteError
 from hcurv.hierarchical.solving.factorize import factorize_levels
 from hcurv.linalg import lanczos

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hcurv.factorized import Damping, DeviceLike, Factorized, check_float_type
+from hcurv.damping import Damping, DeviceLike
+from hcurv.factorized import Factorized, check_float_type
 from hcurv.hierarchical.parts.global_part import GlobalPart, GlobalUpdate, make_update
 from hcurv.hierarchical.parts.nested_tensors import map_tensors, tensors_of
 from hcurv.hierarchical.solving.definite import indefinite_error, overflow_error

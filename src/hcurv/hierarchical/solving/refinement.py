@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hcurv.factorized import Damping
+from hcurv.damping import Damping
 from hcurv.linalg import ConvergenceWarning, cg
 from hcurv.operators import SymmetricOperator
 

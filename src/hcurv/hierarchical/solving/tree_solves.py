@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hcurv.factorized import Damping
+from hcurv.damping import Damping
 from hcurv.hierarchical.solving.elimination import LevelFactor
 from hcurv.hierarchical.solving.inverse_blocks import inverse_diagonal
 from hcurv.hierarchical.tree.cluster_tree import ClusterTree

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hcurv.factorized import AccuracyWarning, Damping
+from hcurv.damping import Damping
+from hcurv.factorized import AccuracyWarning
 from hcurv.hierarchical.solving.factorization import Factorization
 
 if TYPE_CHECKING:
