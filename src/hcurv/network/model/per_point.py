@@ -6,6 +6,7 @@ after the other.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -45,8 +46,11 @@ class PerPointColumns:
         weights = torch.stack([rows.row(number) for number in range(rows.num_rows)])  # (q, b, t, d)
         if self._vectorised:
             try:
-                return self._vmapped(names, inputs, weights.transpose(0, 1))
-            except (RuntimeError, TypeError, ValueError, NotImplementedError):
+                with warnings.catch_warnings():
+                    # Functions that `vmap` runs in a loop are slow, which the user cannot change.
+                    warnings.filterwarnings("ignore", message="There is a performance drop")
+                    return self._vmapped(names, inputs, weights.transpose(0, 1))
+            except Exception:  # What models raise that cannot be vectorised differs widely.
                 self._vectorised = False
         return self._one_by_one(names, inputs, weights)
 

@@ -274,13 +274,15 @@ class _Batch:
         for point in range(min(_NUM_CHECKED, shape[0])):
             chosen = torch.zeros_like(mix)
             chosen[point] = mix[point]
-            expected = torch.autograd.grad(
+            gradients = torch.autograd.grad(
                 self._outputs,
                 list(self._parameters.values()),
                 self._rows.combine(chosen),
                 retain_graph=True,
                 allow_unused=True,
             )
+            # Embeddings may have sparse gradients.
+            expected = [None if g is None else g.to_dense() for g in gradients]
             largest = max((float(g.abs().max()) for g in expected if g is not None), default=0.0)
             for (name, parameter), gradient, part in zip(
                 self._parameters.items(), expected, read.parts, strict=True
