@@ -1,4 +1,4 @@
-"""Architectures over which reading any model is tested: every kind of layer, alone and in a network."""
+"""Models over which reading any model is tested: every kind of layer, in a small network."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class ModelCase:
         if isinstance(self.loss, nn.CrossEntropyLoss):
             count = torch.Size([shape[0], *shape[2:]])
             return labels(count.numel(), shape[1]).view(count)
-        return normal(*shape, seed=9)
+        targets = normal(*shape, seed=9)
+        return targets.sigmoid() if isinstance(self.loss, nn.BCEWithLogitsLoss) else targets
 
     def operator(
         self, model: nn.Module, targets: Tensor, dtype: torch.dtype = torch.float64, **options: Any
@@ -101,7 +102,7 @@ class Call(nn.Module):
 
 
 def parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(0.5 * torch.randn(*shape))
+    return nn.Parameter(0.5 * torch.randn(shape))
 
 
 def tokens(*shape: int, num: int = 7, seed: int = 5) -> Tensor:
@@ -117,7 +118,6 @@ SEQUENCE = normal(5, 5, 3)
 SERIES, IMAGES, VOLUMES = normal(5, 4, 8), normal(5, 4, 6, 5), normal(5, 2, 4, 3, 5)
 VECTORS = normal(5, 6)
 CROSS_ENTROPY = nn.CrossEntropyLoss()
-IGNORING = tokens(5, 5, num=4, seed=3).index_fill(1, torch.tensor([1]), 2)
 
 
 def _weighted_mean(self: nn.Module, x: Tensor) -> Tensor:
@@ -183,7 +183,9 @@ def _cells(kind: type[nn.RNNCellBase]) -> ModelCase:
 
 def _attention(forward: Callable[..., Tensor], **options: Any) -> ModelCase:
     return ModelCase(
-        lambda: Call(forward, attention=nn.MultiheadAttention(4, 2, **options), put=nn.Linear(3, 4)),
+        lambda: Call(
+            forward, attention=nn.MultiheadAttention(4, 2, **options), put=nn.Linear(3, 4)
+        ),
         SEQUENCE,
     )
 
@@ -216,9 +218,7 @@ class GroupedQueries(nn.Module):
         self.out = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            f(x).unflatten(2, (-1, 2)).transpose(1, 2) for f in (self.q, self.k, self.v)
-        )
+        q, k, v = (f(x).unflatten(2, (-1, 2)).transpose(1, 2) for f in (self.q, self.k, self.v))
         angle = torch.arange(x.shape[1], dtype=x.dtype)[:, None]
         q = torch.stack([q[..., 0] * angle.cos().T, q[..., 1] * angle.sin().T], -1)
         k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
@@ -324,7 +324,9 @@ LAYERS: dict[str, ModelCase] = {
         tokens(5, 2),
     ),
     "embedding bag": ModelCase(
-        lambda: Call(lambda self, x: self.f(self.bag(x)), bag=nn.EmbeddingBag(7, 3), f=nn.Linear(3, 2)),
+        lambda: Call(
+            lambda self, x: self.f(self.bag(x)), bag=nn.EmbeddingBag(7, 3), f=nn.Linear(3, 2)
+        ),
         tokens(5, 4),
     ),
     "layer norm": _norm(lambda: nn.LayerNorm(5)),
@@ -363,7 +365,9 @@ LAYERS: dict[str, ModelCase] = {
     "gru": _recurrent(nn.GRU, batch_first=True),
     "gru, two layers, both ways": _recurrent(nn.GRU, num_layers=2, bidirectional=True),
     "rnn": _recurrent(nn.RNN),
-    "rnn, relu, two layers": _recurrent(nn.RNN, nonlinearity="relu", num_layers=2, batch_first=True),
+    "rnn, relu, two layers": _recurrent(
+        nn.RNN, nonlinearity="relu", num_layers=2, batch_first=True
+    ),
     "lstm cells": _cells(nn.LSTMCell),
     "gru cells": _cells(nn.GRUCell),
     "rnn cells": _cells(nn.RNNCell),

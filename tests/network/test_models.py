@@ -6,6 +6,7 @@ import torch
 
 from cases import assert_close, normal
 from models import ModelCase, all_layers
+from odd_models import all_odd
 
 # Rounding units of the largest entry: a relative error of 2e-12 in double precision.
 ROUNDING = 1e4
@@ -31,4 +32,9 @@ def check_model(case: ModelCase) -> None:
 
 @all_layers
 def test_layers_equal_the_oracle(case: ModelCase) -> None:
+    check_model(case)
+
+
+@all_odd
+def test_odd_models_equal_the_oracle(case: ModelCase) -> None:
     check_model(case)
