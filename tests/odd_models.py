@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -376,9 +375,3 @@ ODD: dict[str, ModelCase] = {
 }
 
 all_odd = pytest.mark.parametrize("case", ODD.values(), ids=ODD.keys())
-
-
-def with_dead_points(case: ModelCase, count: int) -> Tensor:
-    """Inputs of a case, after points that are blank."""
-    assert isinstance(case.inputs, Tensor)
-    return torch.cat([torch.zeros(count, *case.inputs.shape[1:]).double(), copy.copy(case.inputs)])

@@ -1,4 +1,4 @@
-"""The rows of R_i by which outputs are weighted: exact, sampled, or those of the empirical Fisher."""
+"""The rows of R_i by which outputs are weighted: exact, sampled, or of the empirical Fisher."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class LossRows:
         """One row of R_i at every point, in the shape of the outputs, (b, t, d)."""
         if self._samples is not None:
             return self._samples[number].view(self._shape)
-        count, positions, width = self._shape
+        count, positions = self._shape[:2]
         position, own = divmod(number, self._root.shape[1])
         result = self._root.new_zeros(self._shape)
         root = self._root.view(count, positions, *self._root.shape[1:])[:, position]

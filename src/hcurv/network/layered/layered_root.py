@@ -43,7 +43,7 @@ class LayeredRoot(Root):
         return self._layout
 
     @cached_property
-    def num_points(self) -> int:  # type: ignore[override]
+    def num_points(self) -> int:
         """The number n of points."""
         return sum(chunk.num_points for chunk in self.chunks)
 
@@ -63,7 +63,7 @@ class LayeredRoot(Root):
         return self.chunks[0].tensors[0].device
 
     @cached_property
-    def num_stored(self) -> int:  # type: ignore[override]
+    def num_stored(self) -> int:
         """The number of floats of all Jacobians."""
         return sum(chunk.num_floats for chunk in self.chunks)
 
@@ -145,9 +145,7 @@ class LayeredRoot(Root):
         """Batched products of columns."""
         num_blocks, num_rows, num_cols = *rows.shape, cols.shape[1]
         same = num_rows == num_cols and torch.equal(rows, cols)
-        result = torch.zeros(
-            num_blocks, num_rows, num_cols, dtype=self.dtype, device=self.device
-        )
+        result = torch.zeros(num_blocks, num_rows, num_cols, dtype=self.dtype, device=self.device)
         if result.numel() == 0:
             return result
         per_block = (num_rows + num_cols) * self.num_rows * _FEWEST_POINTS * self.dtype.itemsize

@@ -100,8 +100,9 @@ def _part_builder(start: int, stop: int, uses: list[OrderedUse], batch: BatchSha
     linear = _linear_form(start, uses)
     if linear is not None:
         positions = sum(
-            ordered.use.num_rows // batch.num_points * ordered.use.inputs.shape[2]  # type: ignore[union-attr]
-            for ordered in uses
+            use.num_rows // batch.num_points * use.inputs.shape[2]
+            for use, _ in uses
+            if isinstance(use, LinearUse)
         )
         factored = positions * (batch.num_rows * linear.num_units + linear.num_inputs)
         if batch.num_rows * size > _DENSE_ALLOWANCE * factored or (
@@ -126,9 +127,9 @@ def _linear_form(start: int, uses: list[OrderedUse]) -> LinearShape | None:
         entries = use.entries - start
         number = torch.arange(entries.numel())
         if torch.equal(entries.reshape(-1), number):
-            forms.add(LinearShape(*entries.shape))
+            forms.add(LinearShape(entries.shape[0], entries.shape[1]))
         elif torch.equal(entries.T.reshape(-1), number):
-            forms.add(LinearShape(*entries.shape, by_input=True))
+            forms.add(LinearShape(entries.shape[0], entries.shape[1], by_input=True))
         else:
             return None
     return forms.pop() if len(forms) == 1 else None
@@ -138,6 +139,13 @@ def _by_point(ordered: OrderedUse, rows: Tensor, num_points: int) -> Tensor:
     """Rows (R, d, L) as (b, d, T), with all positions of a point side by side."""
     table = ordered.order.by_point(rows, num_points)  # (b, R/b, d, L)
     return table.transpose(1, 2).flatten(2)
+
+
+def _inputs_by_point(ordered: OrderedUse, num_points: int) -> Tensor | None:
+    """The inputs x of a linear use, (b, T, d_in)."""
+    if not isinstance(ordered.use, LinearUse):
+        return None
+    return _by_point(ordered, ordered.use.inputs, num_points).mT
 
 
 class _LinearBuilder(Builder):
@@ -210,10 +218,7 @@ class _DenseBuilder(Builder):
     ) -> None:
         self._uses, self._batch, self._size = uses, batch, size
         self._values = batch.like.new_zeros(size, batch.num_rows, batch.num_points)
-        self._inputs = [
-            _by_point(o, o.use.inputs, batch.num_points).mT if isinstance(o.use, LinearUse) else None
-            for o in uses
-        ]
+        self._inputs = [_inputs_by_point(ordered, batch.num_points) for ordered in uses]
         everything = torch.arange(size)
         places = [ordered.use.entries.reshape(-1) - start for ordered in uses]
         self._places = [None if torch.equal(place, everything) else place for place in places]

@@ -23,7 +23,7 @@ from hcurv.network.problem import Problem
 
 __all__ = ["compute_layered_root", "model_gradient"]
 
-# The first points, from which sizes are known; four show how the rows of points are ordered.
+# The first points, from which sizes are known.
 _FIRST_POINTS = 4
 # Points are read at most so many at a time. Larger batches are not faster.
 _MAX_BATCH = 256
@@ -44,7 +44,7 @@ def compute_layered_root(
         UnsupportedModelError: the model cannot be read.
     """
     reader = ModelReader(problem.snapshot, problem.loss, problem.loss_rows)
-    few = map_inputs(lambda tensor: tensor[:_FIRST_POINTS], problem.survey.first_inputs)
+    few = _first_few(problem)
     first = reader.read(few, slice(0, num_points(few)))
     per_point = reader.working_floats / num_points(few)
     size = problem.dtype.itemsize
@@ -82,6 +82,18 @@ def compute_layered_root(
             if progress is not None:
                 progress(num_points(some))
     return LayeredRoot(tuple(chunks), problem.layout, structural_orders(problem.layout)), plan
+
+
+def _first_few(problem: Problem) -> Inputs:
+    """Inputs of the first points: two at least, and fewer than in the batches that follow.
+
+    Two points show what they share, and batches of two sizes show it beyond doubt. A first batch
+    of one point is repeated, which does not change sizes.
+    """
+    size = num_points(problem.survey.first_inputs)
+    count = min(_FIRST_POINTS, problem.num_points, max(2, size - 1))
+    index = torch.arange(count, device=problem.device) % size
+    return map_inputs(lambda tensor: tensor[index], problem.survey.first_inputs)
 
 
 def _split(inputs: Inputs, size: int) -> Iterator[Inputs]:

@@ -52,9 +52,7 @@ def _matrix_product(
         return None
     scaled = _times(scale)
     if is_left:  # z = W M: the columns of M are the rows
-        return [
-            LinearUse(node, entries, other.T[:, :, None], lambda g: scaled(g).T[:, :, None])
-        ]
+        return [LinearUse(node, entries, other.T[:, :, None], lambda g: scaled(g).T[:, :, None])]
     return [LinearUse(node, entries.T, other[:, :, None], lambda g: scaled(g)[:, :, None])]
 
 

@@ -43,12 +43,14 @@ class ModelSnapshot:
     Attributes:
         module: the copy.
         layout: names and places of its trainable parameters.
+        originals: names of the parameters of the model itself, by their identity.
     """
 
     def __init__(self, model: nn.Module, forward_fn: ForwardFunction | None = None) -> None:
         self.module = _copied(unwrapped(model))
         self._forward_fn = forward_fn
         self.layout = ParameterLayout.of(self.module)
+        self.originals = {id(p): name for name, p in unwrapped(model).named_parameters()}
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -77,7 +79,7 @@ class ModelSnapshot:
         if not isinstance(result, Tensor):
             raise UnsupportedModelError(
                 f"the model must return one tensor of outputs; got {type(result).__name__}.",
-                "Pass forward_fn=, a function of the model and the inputs that returns the outputs.",
+                "Pass forward_fn=, a function of the model and the inputs that returns them.",
             )
         return result
 
