@@ -10,6 +10,7 @@ two sizes have shown, beyond doubt, how the rows of points are ordered.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -149,8 +150,8 @@ class ModelReader:
         """Outputs with a graph, arranged as the loss sees them, (b, t, d)."""
         # The fused LSTM of mkldnn is one node in the graph; the composite one has a node for each
         # product with its weights.
-        without = torch.backends.mkldnn.flags(enabled=False) if self._native_recurrence else None
-        with torch.enable_grad(), without or contextlib.nullcontext():
+        native = _without_mkldnn() if self._native_recurrence else contextlib.nullcontext()
+        with torch.enable_grad(), native:
             outputs = self._snapshot.outputs(inputs)
             return self._loss.split_outputs(outputs)
 
@@ -326,6 +327,18 @@ class _Batch:
                 if not float((found - wanted).norm()) <= tolerance * scale:
                     wrong.add(name)
         return wrong
+
+
+@contextlib.contextmanager
+def _without_mkldnn() -> Iterator[None]:
+    # `torch.backends.mkldnn.flags` sets the precision of products as well, and warns about it.
+    backend: Any = torch.backends.mkldnn
+    before = backend.enabled
+    backend.enabled = False
+    try:
+        yield
+    finally:
+        backend.enabled = before
 
 
 def _nonzero_rows(use: Contribution, gradient: Tensor) -> Tensor:
