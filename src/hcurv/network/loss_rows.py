@@ -70,14 +70,13 @@ class LossRows:
             assert targets is not None
             self._samples = [loss.gradient(rows, targets)]
         elif choice.num_samples is not None:
-            # Each sample of a batch has random numbers of its own.
+            # Each batch has random numbers of its own, which its samples take one after the other.
+            # Generators look at the last 32 bits of a seed alone.
             seeds = torch.Generator().manual_seed(choice.seed)
-            first = int(torch.randint(2**62, (1,), generator=seeds)) + start
+            first = int(torch.randint(2**32, (1,), generator=seeds))
+            generator = torch.Generator().manual_seed((first + start) % 2**32)
             self._samples = [
-                loss.sample_gradient(
-                    rows, targets, torch.Generator().manual_seed(first + number * 2**32)
-                )
-                for number in range(choice.num_samples)
+                loss.sample_gradient(rows, targets, generator) for _ in range(choice.num_samples)
             ]
             scale /= choice.num_samples
         if self._samples is None:

@@ -128,6 +128,11 @@ class ModelReader:
                     "A hook, a lambda or forward_fn refers to the model by name: use the module"
                     " that it is given as an argument, or write it as a method.",
                 )
+        if torch.is_inference_mode_enabled():
+            raise UnsupportedModelError(
+                "derivatives are not recorded inside torch.inference_mode().",
+                "Build the matrix outside of it; torch.no_grad() does no harm.",
+            )
         if not graph.uses:
             raise UnsupportedModelError(
                 "the outputs do not depend on any parameter with requires_grad=True.",

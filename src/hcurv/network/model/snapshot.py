@@ -65,7 +65,7 @@ class ModelSnapshot:
             module: what to call instead of the copy of the model.
 
         Raises:
-            UnsupportedModelError: the model does not return a tensor with a row for each point.
+            UnsupportedModelError: the model does not return a tensor of its own type.
         """
         run: Any = self.module if module is None else module
         if self._forward_fn is not None:
@@ -80,6 +80,13 @@ class ModelSnapshot:
             raise UnsupportedModelError(
                 f"the model must return one tensor of outputs; got {type(result).__name__}.",
                 "Pass forward_fn=, a function of the model and the inputs that returns them.",
+            )
+        expected = next(self.module.parameters()).dtype
+        if result.dtype != expected:
+            raise UnsupportedModelError(
+                f"the model returned outputs of type {result.dtype}, not {expected} as its"
+                " parameters are.",
+                "Return outputs of the same type, and do not use autocast.",
             )
         return result
 
