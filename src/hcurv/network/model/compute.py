@@ -46,6 +46,7 @@ def compute_layered_root(
     reader = ModelReader(problem.snapshot, problem.loss, problem.loss_rows)
     few = _first_few(problem)
     first = reader.read(few, slice(0, num_points(few)))
+    reader.confirm(map_inputs(lambda tensor: tensor[1:], few), slice(1, num_points(few)))
     per_point = reader.working_floats / num_points(few)
     size = problem.dtype.itemsize
     batch = int(max(1, min(_MAX_BATCH, problem.num_points, workspace // (per_point * size + 1))))
@@ -85,14 +86,13 @@ def compute_layered_root(
 
 
 def _first_few(problem: Problem) -> Inputs:
-    """Inputs of the first points: two at least, and fewer than in the batches that follow.
+    """Inputs of the first points; a first batch of fewer points is repeated.
 
-    Two points show what they share, and batches of two sizes show it beyond doubt. A first batch
-    of one point is repeated, which does not change sizes.
+    Only sizes and orders are learnt from them, which repetition does not change. A single point
+    would not show what points share.
     """
     size = num_points(problem.survey.first_inputs)
-    count = min(_FIRST_POINTS, problem.num_points, max(2, size - 1))
-    index = torch.arange(count, device=problem.device) % size
+    index = torch.arange(min(_FIRST_POINTS, problem.num_points), device=problem.device) % size
     return map_inputs(lambda tensor: tensor[index], problem.survey.first_inputs)
 
 
