@@ -298,6 +298,9 @@ ODD: dict[str, ModelCase] = {
     "unused parameters": _of_vectors(
         lambda self, x: self.f(x), f=_mlp, idle=_linear(3, 2), last=_weight(1)
     ),
+    "empty parameter": _of_vectors(
+        lambda self, x: self.f(x) + self.none.sum(), f=_linear(6, 3), none=_weight(0, 2)
+    ),
     "graph by batch": _of_vectors(_per_batch, first=_linear(6, 4), last=_linear(4, 3)),
     "experts": _of_vectors(_routed, first=_mlp, second=_linear(6, 3)),
     "last real token, time first": ModelCase(

@@ -332,7 +332,8 @@ class _Batch:
             )
             # Embeddings may have sparse gradients.
             expected = [None if g is None else g.to_dense() for g in gradients]
-            largest = max((float(g.abs().max()) for g in expected if g is not None), default=0.0)
+            present = [g for g in expected if g is not None and g.numel()]
+            largest = max((float(g.abs().max()) for g in present), default=0.0)
             for (name, parameter), gradient, part in zip(
                 self._parameters.items(), expected, read.parts, strict=True
             ):
