@@ -1,4 +1,4 @@
-"""The rows of R_i by which outputs are weighted: exact, sampled, or those of the empirical Fisher."""
+"""The rows of R_i by which outputs are weighted: exact, sampled, or of the empirical Fisher."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ class LossRows:
             assert targets is not None
             self._samples = [loss.gradient(rows, targets)]
         elif choice.num_samples is not None:
-            # Each batch has random numbers of its own, from which all its samples are drawn. Torch
-            # takes only the last 32 bits of a seed on the CPU, so that seeds must differ in these.
+            # Each batch has random numbers of its own, which its samples take one after the other.
+            # Generators look at the last 32 bits of a seed alone.
             seeds = torch.Generator().manual_seed(choice.seed)
-            first = int(torch.randint(2**31, (1,), generator=seeds))
-            generator = torch.Generator().manual_seed(first + start)
+            first = int(torch.randint(2**32, (1,), generator=seeds))
+            generator = torch.Generator().manual_seed((first + start) % 2**32)
             self._samples = [
                 loss.sample_gradient(rows, targets, generator) for _ in range(choice.num_samples)
             ]
@@ -121,7 +121,7 @@ class LossRows:
         """One row of R_i at every point, in the shape of the outputs, (b, t, d)."""
         if self._samples is not None:
             return self._samples[number].view(self._shape)
-        count, positions, width = self._shape
+        count, positions = self._shape[:2]
         position, own = divmod(number, self._root.shape[1])
         result = self._root.new_zeros(self._shape)
         root = self._root.view(count, positions, *self._root.shape[1:])[:, position]

@@ -64,7 +64,8 @@ class DenseJacobian(LayerJacobian):
 
     def square_sums(self) -> Tensor:
         """Row by row."""
-        return torch.linalg.vector_norm(self._values, dim=(1, 2)).square()
+        norms: Tensor = torch.linalg.vector_norm(self._values, dim=(1, 2))
+        return norms.square()
 
     def select(self, points: Tensor, scale: Tensor) -> DenseJacobian:
         """Columns at some points."""

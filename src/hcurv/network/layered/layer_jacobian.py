@@ -89,11 +89,11 @@ class Panel(NamedTuple):
     """Columns of some parameters.
 
     Attributes:
-        index: the numbers of the parameters, (m,).
+        parameters: their numbers, (m,).
         columns: (m, q, b).
     """
 
-    index: Tensor
+    parameters: Tensor
     columns: Tensor
 
 

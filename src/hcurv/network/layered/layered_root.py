@@ -45,7 +45,7 @@ class LayeredRoot(Root):
         return self._layout
 
     @cached_property
-    def num_points(self) -> int:  # type: ignore[override]
+    def num_points(self) -> int:
         """The number n of points."""
         return sum(chunk.num_points for chunk in self.chunks)
 
@@ -65,7 +65,7 @@ class LayeredRoot(Root):
         return self.chunks[0].tensors[0].device
 
     @cached_property
-    def num_stored(self) -> int:  # type: ignore[override]
+    def num_stored(self) -> int:
         """The number of floats of all Jacobians."""
         return sum(chunk.num_floats for chunk in self.chunks)
 

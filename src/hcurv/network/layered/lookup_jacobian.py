@@ -67,7 +67,7 @@ class LookupJacobian(LayerJacobian):
 
     def apply(self, flat: Tensor, result: Tensor) -> None:
         """Look up, then multiply by C."""
-        table = flat.view(self._num_table_rows, -1)  # (rows, d·k)
+        table = flat.reshape(self._num_table_rows, -1)  # (rows, d·k)
         values = table[self._rows].view(self.num_points, -1, flat.shape[1])
         result.baddbmm_(self._factors.flatten(2), values)
 
@@ -75,7 +75,7 @@ class LookupJacobian(LayerJacobian):
         """Multiply by Cᵀ, then add to the rows."""
         found = torch.bmm(self._factors.flatten(2).mT, values)  # (b, T·d, k)
         result = values.new_zeros(self._num_table_rows, found.numel() // self._rows.numel())
-        result.index_add_(0, self._rows.reshape(-1), found.view(-1, result.shape[1]))
+        result.index_add_(0, self._rows.reshape(-1), found.reshape(-1, result.shape[1]))
         return result.view(self.num_parameters, -1)
 
     def select(self, points: Tensor, scale: Tensor) -> LookupJacobian:

@@ -1,9 +1,10 @@
-"""Jacobians of several groups of parameters, side by side: of a layer's parts, or of a whole model."""
+"""Jacobians of several groups of parameters, side by side: parts of a layer, or a whole model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class StackedJacobian(LayerJacobian):
         starts = [0]
         for part in self.parts:
             starts.append(starts[-1] + part.num_parameters)
-        self._places = [slice(a, b) for a, b in zip(starts[:-1], starts[1:], strict=True)]
+        self._places = [slice(a, b) for a, b in pairwise(starts)]
 
     @property
     def num_parameters(self) -> int:
@@ -66,8 +67,9 @@ class StackedJacobian(LayerJacobian):
     def columns(self, index: Tensor, points: slice) -> Tensor:
         """Columns of each part, put into their places."""
         # The last of several parts with one start is taken, since the others are empty.
-        owner = torch.searchsorted(self._starts.to(index.device), index, right=True) - 1
-        numbers = owner.unique().tolist()
+        starts = self._starts.to(index.device)
+        owner = torch.searchsorted(starts, index.contiguous(), right=True) - 1
+        numbers: list[int] = owner.unique().tolist()
         if len(numbers) == 1:
             number = numbers[0]
             return self.parts[number].columns(index - self._places[number].start, points)

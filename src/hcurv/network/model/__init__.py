@@ -1,1 +1,1 @@
-"""Reading any model: what autograd recorded in a forward pass names every use of every parameter."""
+"""Reading any model: what autograd recorded in a forward pass names all uses of parameters."""

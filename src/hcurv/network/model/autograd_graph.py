@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Use", "find_uses"]
+__all__ = ["Graph", "Use", "read_graph"]
 
 _VIEWS = frozenset(
     f"{name}Backward0"
@@ -77,28 +77,45 @@ class Use:
         return result.view(shape)
 
 
-def find_uses(outputs: Tensor, parameters: Mapping[str, Tensor]) -> list[Use]:
-    """All uses of some parameters in the computation of ``outputs``.
+class Graph(NamedTuple):
+    """What the graph of some outputs shows.
+
+    Attributes:
+        uses: all uses of the parameters in a fixed order: by parameter, then in the order in which
+            the graph is walked.
+        others: leaves that are none of the parameters.
+        number: tells graphs of different functions apart.
+    """
+
+    uses: list[Use]
+    others: list[Tensor]
+    number: int
+
+
+def read_graph(outputs: Tensor, parameters: Mapping[str, Tensor]) -> Graph:
+    """Find all uses of some parameters in the computation of ``outputs``.
 
     Args:
         outputs: what was computed.
         parameters: leaves of the graph, by name.
-
-    Returns:
-        The uses in a fixed order: by parameter, then in the order in which the graph is walked.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
     consumers: dict[Any, list[tuple[Any, int, int]]] = defaultdict(list)
     leaves: dict[str, Any] = {}
-    waiting, seen = [outputs.grad_fn], set()
+    others: list[Tensor] = []
+    seen: dict[Any, None] = {}
+    waiting = [outputs.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
-        seen.add(node)
+        seen[node] = None
         variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) in names:
-            leaves[names[id(variable)]] = node
+        if variable is not None:
+            if id(variable) in names:
+                leaves[names[id(variable)]] = node
+            else:
+                others.append(variable)
         for slot, (before, number) in enumerate(node.next_functions):
             if before is not None:
                 consumers[before].append((node, slot, number))
@@ -115,4 +132,4 @@ def find_uses(outputs: Tensor, parameters: Mapping[str, Tensor]) -> list[Use]:
                         pending.append((consumer, path))
                     else:
                         found.append(Use(name, consumer, slot, path))
-    return found
+    return Graph(found, others, hash(tuple(node.name() for node in seen)))

@@ -16,7 +16,7 @@ from hcurv.network.layered.lookup_jacobian import LookupJacobian
 from hcurv.network.layered.plain_jacobian import PlainJacobian
 from hcurv.network.layered.position_jacobian import PositionJacobian
 from hcurv.network.layered.stacked_jacobian import StackedJacobian
-from hcurv.network.model.contributions import Contribution, LinearUse, LookupUse
+from hcurv.network.model.contributions import Contribution, DirectUse, LinearUse, LookupUse
 from hcurv.network.model.point_rows import RowOrder
 
 __all__ = ["BatchShape", "Builder", "Gradients", "OrderedUse", "by_point", "make_builder"]
@@ -100,8 +100,9 @@ def _part_builder(start: int, stop: int, uses: list[OrderedUse], batch: BatchSha
     linear = _linear_form(start, uses)
     if linear is not None:
         positions = sum(
-            ordered.use.num_rows // batch.num_points * ordered.use.inputs.shape[2]  # type: ignore[union-attr]
-            for ordered in uses
+            use.num_rows // batch.num_points * use.inputs.shape[2]
+            for use, _ in uses
+            if isinstance(use, LinearUse)
         )
         factored = positions * (batch.num_rows * linear.num_units + linear.num_inputs)
         if batch.num_rows * size > _DENSE_ALLOWANCE * factored or (
@@ -126,9 +127,9 @@ def _linear_form(start: int, uses: list[OrderedUse]) -> LinearShape | None:
         entries = use.entries - start
         number = torch.arange(entries.numel())
         if torch.equal(entries.reshape(-1), number):
-            forms.add(LinearShape(*entries.shape))
+            forms.add(LinearShape(entries.shape[0], entries.shape[1]))
         elif torch.equal(entries.T.reshape(-1), number):
-            forms.add(LinearShape(*entries.shape, by_input=True))
+            forms.add(LinearShape(entries.shape[0], entries.shape[1], by_input=True))
         else:
             return None
     return forms.pop() if len(forms) == 1 else None
@@ -138,6 +139,13 @@ def by_point(ordered: OrderedUse, rows: Tensor, num_points: int) -> Tensor:
     """Rows (R, d, L) as (b, d, T), with all positions of a point side by side."""
     table = ordered.order.by_point(rows, num_points)  # (b, R/b, d, L)
     return table.transpose(1, 2).flatten(2)
+
+
+def _inputs_by_point(ordered: OrderedUse, num_points: int) -> Tensor | None:
+    """The inputs x of a linear use, (b, T, d_in)."""
+    if not isinstance(ordered.use, LinearUse):
+        return None
+    return by_point(ordered, ordered.use.inputs, num_points).mT
 
 
 class _LinearBuilder(Builder):
@@ -208,35 +216,75 @@ class _DenseBuilder(Builder):
     def __init__(
         self, size: int, uses: list[OrderedUse], batch: BatchShape, start: int = 0
     ) -> None:
-        self._uses, self._batch, self._size = uses, batch, size
         self._values = batch.like.new_zeros(size, batch.num_rows, batch.num_points)
-        self._inputs = [
-            by_point(o, o.use.inputs, batch.num_points).mT if isinstance(o.use, LinearUse) else None
-            for o in uses
-        ]
+        self._groups = [_SameEntries(members, batch.num_points) for members in _alike(uses)]
         everything = torch.arange(size)
-        places = [ordered.use.entries.reshape(-1) - start for ordered in uses]
+        places = [group.entries.reshape(-1) - start for group in self._groups]
         self._places = [None if torch.equal(place, everything) else place for place in places]
 
     def add(self, row: int, gradients: Gradients) -> None:
         """Columns of one row."""
-        for ordered, inputs, places in zip(self._uses, self._inputs, self._places, strict=True):
-            gradient = gradients(ordered.use.node)
-            if gradient is None:
+        for group, places in zip(self._groups, self._places, strict=True):
+            found = group.columns(gradients)
+            if found is None:
                 continue
-            found = without_tiny(self._columns(ordered, gradient, inputs))
+            found = without_tiny(found)
             if places is None:
                 self._values[:, row] += found.T
             else:
                 self._values[:, row].index_add_(0, places.to(found.device), found.T)
 
-    def _columns(self, ordered: OrderedUse, gradient: Tensor, inputs: Tensor | None) -> Tensor:
-        """What one use contributes, (b, entries)."""
-        use, count = ordered.use, self._batch.num_points
-        if isinstance(use, LinearUse):
-            assert inputs is not None
-            factors = by_point(ordered, use.factors(gradient), count)
-            return torch.bmm(factors, inputs).flatten(1)
+    def finish(self) -> LayerJacobian:
+        """Dense."""
+        return DenseJacobian(self._values)
+
+
+def _alike(uses: list[OrderedUse]) -> list[list[OrderedUse]]:
+    """Uses of one kind that see the same entries in the same order, together."""
+    result: list[list[OrderedUse]] = []
+    for ordered in uses:
+        for group in result:
+            first = group[0].use
+            if type(first) is type(ordered.use) and torch.equal(first.entries, ordered.use.entries):
+                group.append(ordered)
+                break
+        else:
+            result.append([ordered])
+    return result
+
+
+class _SameEntries:
+    """What uses of the same entries contribute together, such as the steps of a recurrent layer."""
+
+    def __init__(self, uses: list[OrderedUse], num_points: int) -> None:
+        self._uses, self._count = uses, num_points
+        self.entries = uses[0].use.entries
+        self._inputs = [_inputs_by_point(ordered, num_points) for ordered in uses]
+
+    def columns(self, gradients: Gradients) -> Tensor | None:
+        """Columns of one row of R, (b, entries); None if they are zero."""
+        factors: list[Tensor] = []
+        inputs: list[Tensor] = []
+        total: Tensor | None = None
+        for ordered, own in zip(self._uses, self._inputs, strict=True):
+            gradient = gradients(ordered.use.node)
+            if gradient is None:
+                continue
+            if isinstance(ordered.use, LinearUse):
+                assert own is not None
+                factors.append(by_point(ordered, ordered.use.factors(gradient), self._count))
+                inputs.append(own)
+                continue
+            found = self._direct(ordered, gradient)
+            total = found if total is None else total + found
+        if factors:
+            # One product over the positions of all uses.
+            return torch.bmm(torch.cat(factors, 2), torch.cat(inputs, 1)).flatten(1)
+        return total
+
+    def _direct(self, ordered: OrderedUse, gradient: Tensor) -> Tensor:
+        """What a use contributes that is no product, (b, entries)."""
+        use, count = ordered.use, self._count
         if isinstance(use, LookupUse):
             rows = ordered.order.by_point(use.factors(gradient), count)  # (b, T, d)
             places = ordered.order.by_point(use.places, count)
@@ -245,11 +293,8 @@ class _DenseBuilder(Builder):
             result = rows.new_zeros(count * height, rows.shape[2])
             result.index_add_(0, (places + shift).reshape(-1), rows.flatten(0, 1))
             return result.view(count, -1)
+        assert isinstance(use, DirectUse)
         return ordered.order.by_point(use.gradients(gradient), count).sum(1)
-
-    def finish(self) -> LayerJacobian:
-        """Dense."""
-        return DenseJacobian(self._values)
 
 
 class _ZeroBuilder(Builder):

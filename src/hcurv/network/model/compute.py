@@ -19,12 +19,12 @@ from hcurv.network.layered.layer_jacobian import LayerJacobian
 from hcurv.network.layered.stacked_jacobian import StackedJacobian
 from hcurv.network.memory_plan import MemoryPlan, StoredPart
 from hcurv.network.model.reader import ModelReader
-from hcurv.network.model_inputs import map_inputs, num_points, split_inputs
+from hcurv.network.model_inputs import Inputs, map_inputs, num_points, split_inputs
 from hcurv.network.problem import Problem
 
 __all__ = ["compute_layered_root", "model_gradient"]
 
-# The first points, from which sizes are known; four show how the rows of points are ordered.
+# The first points, from which sizes are known.
 _FIRST_POINTS = 4
 # Points are read at most so many at a time. Larger batches are not faster.
 _MAX_BATCH = 256
@@ -45,8 +45,9 @@ def compute_layered_root(
         UnsupportedModelError: the model cannot be read.
     """
     reader = ModelReader(problem.snapshot, problem.loss, problem.loss_rows)
-    few = map_inputs(lambda tensor: tensor[:_FIRST_POINTS], problem.survey.first_inputs)
+    few = _first_few(problem)
     first = reader.read(few, slice(0, num_points(few)))
+    reader.confirm(map_inputs(lambda tensor: tensor[1:], few))
     per_point = reader.working_floats / num_points(few)
     size = problem.dtype.itemsize
     batch = int(max(1, min(_MAX_BATCH, problem.num_points, workspace // (per_point * size + 1))))
@@ -94,6 +95,17 @@ def _check_finite(chunk: StackedJacobian, points: slice) -> None:
                     f"derivatives overflow at points {points.start} to {points.stop - 1}: the"
                     " weights or the inputs are too large (try float64)"
                 )
+
+
+def _first_few(problem: Problem) -> Inputs:
+    """Inputs of the first points; a first batch of fewer points is repeated.
+
+    Only sizes and orders are learnt from them, which repetition does not change. A single point
+    would not show what points share.
+    """
+    size = num_points(problem.survey.first_inputs)
+    index = torch.arange(min(_FIRST_POINTS, problem.num_points), device=problem.device) % size
+    return map_inputs(lambda tensor: tensor[index], problem.survey.first_inputs)
 
 
 def _form(jacobian: LayerJacobian) -> str:

@@ -82,7 +82,8 @@ def convolution(node: Any, slot: int, entries: Tensor) -> list[Contribution] | N
     by_group = entries.view(groups, -1, entries[0].numel())
 
     def factors(gradient: Tensor, group: int) -> Tensor:
-        return gradient.flatten(2).unflatten(1, (groups, -1))[:, group]
+        by_group: Tensor = gradient.flatten(2).unflatten(1, (groups, -1))
+        return by_group[:, group]
 
     return [
         LinearUse(node, by_group[group], seen[:, group], lambda g, n=group: factors(g, n))  # type: ignore[misc]

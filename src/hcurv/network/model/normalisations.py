@@ -1,4 +1,4 @@
-"""Scales and shifts of layer, group and batch normalisation: γ·x̂ + β, with x̂ the normalised input."""
+"""Scales and shifts of layer, group and batch normalisation: γ·x̂ + β, x̂ the normalised input."""
 
 from __future__ import annotations
 

@@ -47,10 +47,10 @@ class PerPointColumns:
         if self._vectorised:
             try:
                 with warnings.catch_warnings():
-                    # torch warns of functions that it cannot vectorise well.
+                    # Functions that `vmap` runs in a loop are slow, which the user cannot change.
                     warnings.filterwarnings("ignore", message="There is a performance drop")
                     return self._vmapped(names, inputs, weights.transpose(0, 1))
-            except (RuntimeError, TypeError, ValueError, NotImplementedError):
+            except Exception:  # What models raise that cannot be vectorised differs widely.
                 self._vectorised = False
         return self._one_by_one(names, inputs, weights)
 
@@ -69,7 +69,7 @@ class PerPointColumns:
             return self._loss.split_outputs(self._snapshot.outputs(single, run))[0]
 
         def rows_of(point: Inputs, weight: Tensor) -> dict[str, Tensor]:
-            _, pull = vjp(lambda own: outputs(own, point), chosen)
+            _, pull = vjp(lambda own: outputs(own, point), chosen)[:2]
             found: tuple[dict[str, Tensor]] = vmap(pull)(weight)
             return found[0]
 
@@ -96,6 +96,8 @@ class PerPointColumns:
             single = map_inputs(lambda tensor: tensor[some], inputs)  # noqa: B023
             with torch.enable_grad():
                 split = self._loss.split_outputs(self._snapshot.outputs(single))
+            if not split.requires_grad:  # This point does not use any parameter.
+                continue
             for row in range(q):
                 found = torch.autograd.grad(
                     split, chosen, weights[row, some], retain_graph=True, allow_unused=True

@@ -3,13 +3,14 @@
 One forward pass records the graph; q backward passes, one for each row of R, give the derivatives
 of the weighted outputs with respect to the results of all functions that use a parameter. What is
 read is compared with autograd on the first points, for each shape that the graph has: a parameter
-for which that fails is read one point at a time.
+for which that fails is read one point at a time. A shape of the graph is trusted once batches of
+two sizes have shown, beyond doubt, how the rows of points are ordered.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -21,11 +22,11 @@ from hcurv.network.layered.dense_jacobian import DenseJacobian
 from hcurv.network.layered.layer_jacobian import LayerJacobian
 from hcurv.network.layered.stacked_jacobian import StackedJacobian
 from hcurv.network.loss_rows import LossRows
-from hcurv.network.model.autograd_graph import Use, find_uses
+from hcurv.network.model.autograd_graph import Graph, read_graph
 from hcurv.network.model.builders import BatchShape, Gradients, OrderedUse, make_builder
 from hcurv.network.model.contributions import Contribution, DirectUse, LinearUse
 from hcurv.network.model.per_point import PerPointColumns
-from hcurv.network.model.point_rows import RowOrder, find_order
+from hcurv.network.model.point_rows import Probe, RowOrder, find_orders, halves
 from hcurv.network.model.rules import contributions_of
 from hcurv.network.model.snapshot import ModelSnapshot
 from hcurv.network.model_inputs import Inputs, map_inputs, num_points
@@ -54,10 +55,14 @@ class _Reading(NamedTuple):
     Attributes:
         uses: for each parameter that is read by rules, all its uses.
         signature: the shape of the graph, on which the right reading may depend.
+        orders: the orders of the rows of all uses.
+        settled: whether no other orders agree with what was seen.
     """
 
     uses: dict[str, list[OrderedUse]]
     signature: Signature
+    orders: tuple[RowOrder, ...]
+    settled: bool
 
 
 class ModelReader:
@@ -72,9 +77,11 @@ class ModelReader:
     def __init__(self, snapshot: ModelSnapshot, loss: Loss, make_rows: RowMaker) -> None:
         self._snapshot, self._loss, self._make_rows = snapshot, loss, make_rows
         self._per_point = PerPointColumns(snapshot, loss)
-        # Parameters for which no rule held, and the orders of rows for graphs that were checked.
+        # Parameters for which no rule held, and the orders of rows for graphs that are trusted.
         self._unruly: set[str] = set()
-        self._checked: dict[Signature, list[RowOrder]] = {}
+        self._trusted: dict[Signature, tuple[RowOrder, ...]] = {}
+        # The sizes of the batches that have shown these orders.
+        self._sizes: dict[tuple[Signature, tuple[RowOrder, ...]], set[int]] = {}
         self._native_recurrence = False
         # Floats of temporary memory that the last batch took, about.
         self.working_floats = 0
@@ -104,38 +111,40 @@ class ModelReader:
             UnsupportedModelError: what was read differs from automatic differentiation.
         """
         batch = self._record(inputs, lambda outputs: self._make_rows(outputs, points))
-        reading = batch.plan(self._unruly, self._checked)
-        # One row at a few points shows whether a graph is read correctly; all points are only
-        # taken if their graph has another shape.
-        for some in (map_inputs(lambda tensor: tensor[:_NUM_TRIED], inputs), inputs):
-            if reading.signature not in self._checked:
-                self._read(self._record(some, LossRows.random))
-                reading = batch.plan(self._unruly, self._checked)
+        reading = batch.plan(self._unruly, self._trusted)
+        if reading.signature not in self._trusted:
+            # One row at a few points shows whether a graph is read correctly; all points are only
+            # taken if their graph has another shape.
+            few = map_inputs(lambda tensor: tensor[:_NUM_TRIED], inputs)
+            self._read(self._record(few, LossRows.random))
+            self.confirm(map_inputs(lambda tensor: tensor[1:], few))
+            reading = batch.plan(self._unruly, self._trusted)
+        if reading.signature not in self._trusted:
+            self._read(self._record(inputs, LossRows.random))
+            reading = batch.plan(self._unruly, self._trusted)
         return BatchUses(batch, reading, self._per_point)
 
     def _record(self, inputs: Inputs, make_rows: Callable[[Tensor], LossRows]) -> _Batch:
         """Run the model, and find all uses of its parameters."""
-        outputs, uses = self.graph(inputs)
-        if outputs.grad_fn is None:
-            raise UnsupportedModelError(
-                "the outputs do not depend on any parameter with requires_grad=True.",
-                "Is the forward pass inside torch.no_grad()?",
-            )
-        return _Batch(self._snapshot, inputs, outputs, make_rows(outputs.detach()), uses)
+        outputs, graph = self.graph(inputs)
+        rows = make_rows(outputs.detach())
+        self._require_uses(graph)
+        return _Batch(self._snapshot, inputs, outputs, rows, graph)
 
     def _read(self, batch: _Batch) -> StackedJacobian:
         """The rows of S of a batch, compared with autograd where that was not done before."""
         while True:
-            reading = batch.plan(self._unruly, self._checked)
+            reading = batch.plan(self._unruly, self._trusted)
             self.working_floats = batch.working_floats(reading)
             result = batch.read(reading, self._per_point)
-            if reading.signature in self._checked:
+            # What is read one point at a time is always compared: it would hide that points
+            # influence each other, and three more backward passes are cheap beside it.
+            by_rules = len(reading.uses) == len(self._snapshot.trainable)
+            if by_rules and reading.signature in self._trusted:
                 return result
             wrong = batch.check(result)
             if not wrong:
-                if batch.num_points > 1:  # A single point does not show how several are ordered.
-                    orders = [o.order for found in reading.uses.values() for o in found]
-                    self._checked[reading.signature] = orders
+                self._remember(reading, batch.num_points)
                 return result
             if wrong <= self._unruly and not self._per_point.give_up_vectorising():
                 raise UnsupportedModelError(
@@ -145,24 +154,65 @@ class ModelReader:
                 )
             self._unruly |= wrong
 
+    @torch.no_grad()
+    def confirm(self, inputs: Inputs) -> None:
+        """See whether a batch of another size shows the same orders of rows as those before."""
+        if num_points(inputs) > 1:
+            batch = self._record(inputs, LossRows.random)
+            self._remember(batch.plan(self._unruly, self._trusted), batch.num_points)
+
+    def _require_uses(self, graph: Graph) -> None:
+        """Refuse outputs that depend on no parameter, or on those of another copy of the model."""
+        originals = self._snapshot.originals
+        for leaf in graph.others:
+            if id(leaf) in originals:
+                raise UnsupportedModelError(
+                    f"the forward pass uses '{originals[id(leaf)]}' of the model itself, where a"
+                    " copy of the model was run.",
+                    "A hook, a lambda or forward_fn refers to the model by name: use the module"
+                    " that it is given as an argument, or write it as a method.",
+                )
+        if torch.is_inference_mode_enabled():
+            raise UnsupportedModelError(
+                "derivatives are not recorded inside torch.inference_mode().",
+                "Build the matrix outside of it; torch.no_grad() does no harm.",
+            )
+        if not graph.uses:
+            raise UnsupportedModelError(
+                "the outputs do not depend on any parameter with requires_grad=True.",
+                "Is the forward pass inside torch.no_grad()?",
+            )
+
+    def _remember(self, reading: _Reading, count: int) -> None:
+        """Trust orders that batches of two sizes have shown.
+
+        Rows that points share may look like rows of points in a batch of one size, but their number
+        does not grow with the batch.
+        """
+        if reading.settled:
+            sizes = self._sizes.setdefault((reading.signature, reading.orders), set())
+            sizes.add(count)
+            if len(sizes) > 1:
+                self._trusted[reading.signature] = reading.orders
+
     def forward(self, inputs: Inputs) -> Tensor:
         """Outputs with a graph, arranged as the loss sees them, (b, t, d)."""
         # The fused LSTM of mkldnn is one node in the graph; the composite one has a node for each
         # product with its weights.
-        without = torch.backends.mkldnn.flags(enabled=False) if self._native_recurrence else None
-        with torch.enable_grad(), without or contextlib.nullcontext():
+        native = _without_mkldnn() if self._native_recurrence else contextlib.nullcontext()
+        with torch.enable_grad(), native:
             outputs = self._snapshot.outputs(inputs)
             return self._loss.split_outputs(outputs)
 
-    def graph(self, inputs: Inputs) -> tuple[Tensor, list[Use]]:
+    def graph(self, inputs: Inputs) -> tuple[Tensor, Graph]:
         """Outputs, and all uses of trainable parameters."""
         outputs = self.forward(inputs)
-        uses = find_uses(outputs, self._snapshot.trainable)
-        fused = any(use.node.name().startswith("MkldnnRnn") for use in uses)
+        graph = read_graph(outputs, self._snapshot.trainable)
+        fused = any(use.node.name().startswith("MkldnnRnn") for use in graph.uses)
         if fused and not self._native_recurrence:
             self._native_recurrence = True
             return self.graph(inputs)
-        return outputs, uses
+        return outputs, graph
 
 
 class _Batch:
@@ -173,7 +223,7 @@ class _Batch:
         inputs: the inputs of the points.
         outputs: their outputs, with a graph, (b, t, d).
         rows: the rows of R_i.
-        uses: all uses of trainable parameters in the graph.
+        graph: all uses of trainable parameters in it.
     """
 
     def __init__(
@@ -182,15 +232,16 @@ class _Batch:
         inputs: Inputs,
         outputs: Tensor,
         rows: LossRows,
-        uses: list[Use],
+        graph: Graph,
     ) -> None:
         self._inputs, self._outputs, self._rows = inputs, outputs, rows
+        self._graph_number = graph.number
         self._parameters = snapshot.trainable
         like = next(iter(self._parameters.values())).detach()
         self._shape = BatchShape(num_points(inputs), rows.num_rows, like)
         # What each parameter contributes; None where no rule knows one of its uses.
         self._known: dict[str, list[Contribution] | None] = {name: [] for name in self._parameters}
-        for use in uses:
+        for use in graph.uses:
             found = contributions_of(use, self._parameters[use.parameter].detach())
             known = self._known[use.parameter]
             both = None if found is None or known is None else [*known, *found]
@@ -201,13 +252,13 @@ class _Batch:
         """The number of points."""
         return self._shape.num_points
 
-    def plan(self, unruly: set[str], checked: dict[Signature, list[RowOrder]]) -> _Reading:
+    def plan(self, unruly: set[str], trusted: dict[Signature, tuple[RowOrder, ...]]) -> _Reading:
         """Find the order of the rows of all uses.
 
         Args:
             unruly: parameters that are not to be read by rules. Those with rows in an unknown order
                 are added.
-            checked: orders that are known, by signature.
+            trusted: orders that are known, by signature.
         """
         while True:
             known = {
@@ -216,30 +267,32 @@ class _Batch:
                 if found is not None and name not in unruly
             }
             every = [use for found in known.values() for use in found]
-            signature = tuple(
-                (name, *(_signature(use, self._shape.num_points) for use in found))
-                for name, found in known.items()
+            signature: Signature = (
+                self._graph_number,
+                *((name, *map(self._signature, found)) for name, found in known.items()),
             )
-            if self._shape.num_points == 1:
-                orders: list[RowOrder | None] = [RowOrder(use.num_rows) for use in every]
-            elif signature in checked:
-                orders = list(checked[signature])
+            if signature in trusted:
+                candidates = [[order] for order in trusted[signature]]
             else:
-                orders = self._find_orders(every)
-            ordered = dict(zip(map(id, every), orders, strict=True))
-            lost = {
-                name
-                for name, found in known.items()
-                if any(ordered[id(use)] is None for use in found)
-            }
+                candidates = self._find_orders(every)
+            ordered = dict(zip(map(id, every), candidates, strict=True))
+            lost = {name for name, uses in known.items() if not all(ordered[id(u)] for u in uses)}
             if not lost:
                 break
             unruly |= lost
         uses = {
-            name: [OrderedUse(use, order) for use in found if (order := ordered[id(use)])]
+            name: [OrderedUse(use, ordered[id(use)][0]) for use in found]
             for name, found in known.items()
         }
-        return _Reading(uses, signature)
+        # A single point does not show how the rows of several are ordered.
+        settled = self._shape.num_points > 1 and all(len(found) == 1 for found in candidates)
+        return _Reading(uses, signature, tuple(found[0] for found in candidates), settled)
+
+    def _signature(self, use: Contribution) -> Signature:
+        """What the order of rows, and the right reading, may depend on."""
+        rows = use.num_rows / self._shape.num_points
+        positions = use.inputs.shape[2] if isinstance(use, LinearUse) else 1
+        return (type(use).__name__, rows, positions, tuple(use.entries.shape))
 
     def working_floats(self, reading: _Reading) -> int:
         """Floats of temporary memory, about: results, derivatives, inputs, one row of columns."""
@@ -286,26 +339,23 @@ class _Batch:
             self._outputs, edges, weights, retain_graph=True, allow_unused=True
         )
 
-    def _find_orders(self, uses: list[Contribution]) -> list[RowOrder | None]:
-        """How the rows of each use are ordered, seen from two points."""
+    def _find_orders(self, uses: list[Contribution]) -> list[list[RowOrder]]:
+        """The orders that the rows of each use may have, seen from halves of the points."""
         count = self._shape.num_points
         nodes = list({use.node: None for use in uses})
         generator = torch.Generator().manual_seed(0)
-        seen: dict[int, dict[Any, Tensor | None]] = {}
-        for point in {count - 1, count // 2}:
-            weights = torch.zeros_like(self._outputs)
-            noise = torch.randn(weights[point].shape, generator=generator, dtype=torch.float64)
-            weights[point] = noise.to(weights)
-            seen[point] = dict(zip(nodes, self._backward(nodes, weights), strict=True))
-        result = []
-        for use in uses:
-            masks = {
-                point: _nonzero_rows(use, gradient)
-                for point, found in seen.items()
-                if (gradient := found[use.node]) is not None
-            }
-            result.append(find_order(use.num_rows, count, masks))
-        return result
+        noise = torch.randn(self._outputs.shape, generator=generator, dtype=torch.float64)
+        noise = noise.to(self._outputs)
+        probes: list[list[Probe]] = [[] for _ in uses]
+        for half in halves(count):
+            weights = noise * half.to(noise)[:, None, None]
+            found = dict(zip(nodes, self._backward(nodes, weights), strict=True))
+            for use, seen in zip(uses, probes, strict=True):
+                if (gradient := found[use.node]) is not None:
+                    seen.append(Probe(half, _nonzero_rows(use, gradient).cpu()))
+        return [
+            find_orders(use.num_rows, count, seen) for use, seen in zip(uses, probes, strict=True)
+        ]
 
     def check(self, read: StackedJacobian) -> set[str]:
         """Names of the parameters whose columns differ from automatic differentiation."""
@@ -316,14 +366,17 @@ class _Batch:
         for point in range(min(_NUM_CHECKED, shape[0])):
             chosen = torch.zeros_like(mix)
             chosen[point] = mix[point]
-            expected = torch.autograd.grad(
+            gradients = torch.autograd.grad(
                 self._outputs,
                 list(self._parameters.values()),
                 self._rows.combine(chosen),
                 retain_graph=True,
                 allow_unused=True,
             )
-            largest = max((float(g.abs().max()) for g in expected if g is not None), default=0.0)
+            # Embeddings may have sparse gradients.
+            expected = [None if g is None else g.to_dense() for g in gradients]
+            present = [g for g in expected if g is not None and g.numel()]
+            largest = max((float(g.abs().max()) for g in present), default=0.0)
             for (name, parameter), gradient, part in zip(
                 self._parameters.items(), expected, read.parts, strict=True
             ):
@@ -379,10 +432,16 @@ class BatchUses:
         return self._per_point.of(names, self._batch._inputs, self.rows) if names else {}
 
 
-def _signature(use: Contribution, count: int) -> Signature:
-    """What the order of rows, and the right reading, may depend on."""
-    positions = use.inputs.shape[2] if isinstance(use, LinearUse) else 1
-    return (type(use).__name__, use.num_rows / count, positions, tuple(use.entries.shape))
+@contextlib.contextmanager
+def _without_mkldnn() -> Iterator[None]:
+    # `torch.backends.mkldnn.flags` sets the precision of products as well, and warns about it.
+    backend: Any = torch.backends.mkldnn
+    before = backend.enabled
+    backend.enabled = False
+    try:
+        yield
+    finally:
+        backend.enabled = before
 
 
 def _nonzero_rows(use: Contribution, gradient: Tensor) -> Tensor:

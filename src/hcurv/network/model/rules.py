@@ -31,6 +31,8 @@ def contributions_of(use: Use, parameter: Tensor) -> list[Contribution] | None:
     if rule is None:
         return None
     try:
+        if use.node._input_metadata[0].dtype.is_complex:
+            return None  # rules are about real numbers
         entries = use.entries(parameter)
         return None if entries is None else rule(use.node, use.slot, entries)
     except (AttributeError, RuntimeError):

@@ -43,12 +43,14 @@ class ModelSnapshot:
     Attributes:
         module: the copy.
         layout: names and places of its trainable parameters.
+        originals: names of the parameters of the model itself, by their identity.
     """
 
     def __init__(self, model: nn.Module, forward_fn: ForwardFunction | None = None) -> None:
         self.module = _copied(unwrapped(model))
         self._forward_fn = forward_fn
         self.layout = ParameterLayout.of(self.module)
+        self.originals = {id(p): name for name, p in unwrapped(model).named_parameters()}
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -63,7 +65,7 @@ class ModelSnapshot:
             module: what to call instead of the copy of the model.
 
         Raises:
-            UnsupportedModelError: the model does not return a tensor with a row for each point.
+            UnsupportedModelError: the model does not return a tensor of its own type.
         """
         run: Any = self.module if module is None else module
         if self._forward_fn is not None:
@@ -77,7 +79,14 @@ class ModelSnapshot:
         if not isinstance(result, Tensor):
             raise UnsupportedModelError(
                 f"the model must return one tensor of outputs; got {type(result).__name__}.",
-                "Pass forward_fn=, a function of the model and the inputs that returns the outputs.",
+                "Pass forward_fn=, a function of the model and the inputs that returns them.",
+            )
+        expected = next(self.module.parameters()).dtype
+        if result.dtype != expected:
+            raise UnsupportedModelError(
+                f"the model returned outputs of type {result.dtype}, not {expected} as its"
+                " parameters are.",
+                "Return outputs of the same type, and do not use autocast.",
             )
         return result
 
