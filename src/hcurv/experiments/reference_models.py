@@ -288,9 +288,10 @@ def fit(
     inputs: Tensor,
     targets: Tensor,
     forward_fn: Callable[[Callable[..., Tensor], Tensor], Tensor] | None = None,
-    num_steps: int = _NUM_STEPS,
+    num_steps: int | None = None,
 ) -> None:
     """Train a model by Adam on the cross-entropy, and leave it in eval mode."""
+    num_steps = _NUM_STEPS if num_steps is None else num_steps
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.Adam(model.parameters(), lr=_RATE)
     # The last points, too few for a batch, are not used, unless there are no others.
