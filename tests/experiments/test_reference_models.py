@@ -145,8 +145,8 @@ def test_the_language_model_takes_sampled_rows() -> None:
 
 @pytest.mark.xfail(
     strict=True,
-    reason="loss_rows.py seeds the samples 2**32 apart, and torch's generator of CPUs reads only the"
-    " low 32 bits of a seed: all samples of a point are the same",
+    reason="loss_rows.py seeds the samples 2**32 apart, and torch's generator of CPUs reads only"
+    " the low 32 bits of a seed: all samples of a point are the same",
 )
 def test_samples_of_a_point_differ() -> None:
     recipe = REFERENCE_MODELS["GPT-tiny"]
