@@ -24,6 +24,8 @@ __all__ = ["PASS_FLOPS", "ChainKernelParts"]
 # A pass over a dense kernel (multiply, add, write) costs as much as this many flops per entry
 # (measured on two cores of x86).
 PASS_FLOPS = 60
+# Rows of K that a tile has: two tiles of floats fit into the cache of a core.
+_TILE_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,11 @@ class ChainKernelParts:
         everywhere = slice(0, factors.num_points)
         rows = [jacobian.column_rows(term.units, everywhere) for term in self._terms]
         return [part.reshape(self._size, *part.shape[2:]).contiguous() for part in rows]
+
+    @property
+    def tile_points(self) -> int:
+        """As many as leave two tiles in the cache of a core."""
+        return max(1, _TILE_ROWS // self._num_rows)
 
     def diagonal(self) -> Tensor:
         """The n·q diagonal entries."""

@@ -22,8 +22,6 @@ from hcurv.operators import SymmetricOperator
 
 __all__ = ["TangentKernel"]
 
-# Rows of K that a tile of `to_dense` has: two tiles of floats fit into the cache of a core.
-_TILE_ROWS = 512
 # Floats of the operands of one batch of blocks.
 _BATCH_FLOATS = 2**24
 # Random features by which points are ordered, so that neighbours are alike.
@@ -148,7 +146,7 @@ class TangentKernel(SymmetricOperator):
             torch.Size([60, 60])
         """
         n, q = self._root.num_points, self._num_rows
-        step = max(1, _TILE_ROWS // q)
+        step = min(n, self._parts.tile_points)
         # One tile and one product of factors, used again and again: fresh memory costs more than
         # the arithmetic.
         space = torch.empty(2, step * q, step * q, dtype=result.dtype, device=self.device)

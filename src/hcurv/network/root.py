@@ -24,6 +24,10 @@ __all__ = ["KernelParts", "PairTerms", "Root"]
 class KernelParts(Protocol):
     """What the entries of K = S D⁻¹ Sᵀ are made of, for a fixed D."""
 
+    @property
+    def tile_points(self) -> int:
+        """The number of points of a tile that suits `tile` best."""
+
     def diagonal(self) -> Tensor:
         """The n·q diagonal entries."""
 

@@ -24,6 +24,9 @@ __all__ = ["LayerJacobian", "LinearShape", "Panel", "ZeroJacobian", "transposed_
 
 # Temporaries of a panel, and of sums over positions, hold about this many floats.
 PANEL_FLOATS = 2**22
+# Points that a tile of a dense kernel has: large enough that products of columns, not making the
+# columns, take most of the time.
+TILE_POINTS = 128
 
 
 # With fewer columns, torch's products of tall matrices are ten times faster the other way round.
@@ -156,6 +159,11 @@ class LayerJacobian(ABC):
         """The number of floats that are stored."""
         return sum(tensor.numel() for tensor in self.tensors)
 
+    @property
+    def kernel_flops(self) -> float:
+        """Flops for each entry of a kernel, half of which are computed: those of `gram`."""
+        return float(self.num_parameters)
+
     def panels(self, points: slice) -> Iterator[Panel]:
         """All columns, a few parameters at a time."""
         width = self.num_rows * max(1, points.stop - points.start)
@@ -235,6 +243,11 @@ class ZeroJacobian(LayerJacobian):
     def num_floats(self) -> int:
         """None that count."""
         return 0
+
+    @property
+    def kernel_flops(self) -> float:
+        """None."""
+        return 0.0
 
     def columns(self, index: Tensor, points: slice) -> Tensor:
         """Zeros."""

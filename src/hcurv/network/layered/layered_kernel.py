@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hcurv.network.layered.layer_jacobian import TILE_POINTS, LayerJacobian
+
 if TYPE_CHECKING:
-    from hcurv.network.layered.layer_jacobian import LayerJacobian
     from hcurv.network.layered.layered_root import LayeredRoot
 
 __all__ = ["LayeredKernelParts"]
@@ -25,6 +26,11 @@ class LayeredKernelParts:
 
     def __init__(self, root: LayeredRoot, inverse_damping: Tensor) -> None:
         self._root, self._weights = root, inverse_damping
+
+    @property
+    def tile_points(self) -> int:
+        """The number of points of a tile."""
+        return TILE_POINTS
 
     def diagonal(self) -> Tensor:
         """Sums of weighted squares."""

@@ -71,8 +71,8 @@ class LayeredRoot(Root):
 
     @property
     def kernel_flops(self) -> float:
-        """About as many as floats are read for each row; half of the entries are computed."""
-        return self.num_stored / (self.num_points * self.num_rows)
+        """Those of all parameters."""
+        return self.chunks[0].kernel_flops
 
     def _ranges(self) -> Iterator[tuple[LayerJacobian, slice]]:
         """Each chunk, with its range of points."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hcurv.network.chain_kernel import PASS_FLOPS
 from hcurv.network.jacobians.contractions import contract, expand
 from hcurv.network.layered.layer_jacobian import LayerJacobian, LinearShape
 
@@ -48,6 +49,11 @@ class PlainJacobian(LayerJacobian):
     def tensors(self) -> tuple[Tensor, ...]:
         """C and x."""
         return (self._factors, self._inputs)
+
+    @property
+    def kernel_flops(self) -> float:
+        """Inner products of units and of inputs, and a pass over the kernel."""
+        return self._shape.num_units + self._shape.num_inputs / self.num_rows**2 + PASS_FLOPS
 
     def columns(self, index: Tensor, points: slice) -> Tensor:
         """Products of rows of both."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hcurv.network.layered.layer_jacobian import (
     PANEL_FLOATS,
+    TILE_POINTS,
     LayerJacobian,
     LinearShape,
     Panel,
@@ -84,20 +85,52 @@ class PositionJacobian(LayerJacobian):
             parts.append(chosen.sum(3).permute(2, 1, 0))
         return torch.cat(parts) if parts else factors.new_zeros(0, self.num_rows, len(inputs))
 
-    def _multiplied(self, points: slice) -> Iterator[tuple[Tensor, Tensor]]:
+    def _multiplied(
+        self, points: slice, step: int | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """All inputs of some units at a time: one matrix product for each point.
+
+        Args:
+            points: a range of points.
+            step: the number of units at a time; None for as many as a panel holds.
 
         Yields:
             The numbers of the parameters, (units·d_in,), and their columns, (b, q, units·d_in).
         """
         factors, inputs = self._factors[points], self._inputs[points].mT
         count, rows = len(inputs), self.num_rows
-        step = max(1, PANEL_FLOATS // max(1, count * rows * self._shape.num_inputs))
+        if step is None:
+            step = self._panel_units(count)
         for start in range(0, self._shape.num_units, step):
             units = slice(start, min(start + step, self._shape.num_units))
             chosen = factors[:, :, units].reshape(count, -1, factors.shape[3])
             found = torch.bmm(chosen, inputs).view(count, rows, -1)
             yield self._shape.number(units).reshape(-1), found
+
+    def _panel_units(self, num_points: int) -> int:
+        """The number of units whose columns a panel holds."""
+        per_unit = num_points * self.num_rows * self._shape.num_inputs
+        return max(1, PANEL_FLOATS // max(1, per_unit))
+
+    @property
+    def kernel_flops(self) -> float:
+        """Those of multiplied columns, and of multiplying them out, for tiles of some points."""
+        positions = self._factors.shape[3]
+        return self.num_parameters * (1 + 2 * positions / (TILE_POINTS * self.num_rows))
+
+    def gram(
+        self, first: slice, other: LayerJacobian, second: slice, weights: Tensor, result: Tensor
+    ) -> None:
+        """Products of columns that are multiplied out on both sides, some units at a time."""
+        if not isinstance(other, PositionJacobian) or other._shape != self._shape:
+            super().gram(first, other, second, weights, result)
+            return
+        step = self._panel_units(max(first.stop - first.start, second.stop - second.start))
+        for (index, above), (_, beside) in zip(
+            self._multiplied(first, step), other._multiplied(second, step), strict=True
+        ):
+            left, right = (side.transpose(0, 1).flatten(0, 1) for side in (above, beside))
+            result.addmm_(left * weights[index], right.T)
 
     def panels(self, points: slice) -> Iterator[Panel]:
         """Multiplied out, some units at a time."""

@@ -56,6 +56,11 @@ class StackedJacobian(LayerJacobian):
         return sum(part.num_floats for part in self.parts)
 
     @property
+    def kernel_flops(self) -> float:
+        """The flops of all parts."""
+        return sum(part.kernel_flops for part in self.parts)
+
+    @property
     def has_quick_columns(self) -> bool:
         """Whether all parts have."""
         return all(part.has_quick_columns for part in self.parts)
