@@ -224,7 +224,7 @@ def test_own_losses_are_checked() -> None:
         hcurv.GaussNewton(case.build(), NoGradient(), data).gradient()
     with pytest.raises(ValueError, match=r"must return \(1, 3\) for a diagonal or \(1, q, 3\)"):
         hcurv.GaussNewton(case.build(), WrongShape(), data)
-    with pytest.raises(ValueError, match="NaN or infinite values: is the loss convex"):
+    with pytest.raises(ValueError, match="NaN or infinite derivatives: is the loss convex"):
         hcurv.GaussNewton(case.build(), NotConvex(), data)
 
 

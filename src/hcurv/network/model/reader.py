@@ -164,7 +164,14 @@ class ModelReader:
     def _require_uses(self, graph: Graph) -> None:
         """Refuse outputs that depend on no parameter, or on those of another copy of the model."""
         originals = self._snapshot.originals
+        computed = {id(tensor): name for name, tensor in self._snapshot.computed.items()}
         for leaf in graph.others:
+            if id(leaf) in computed:
+                raise UnsupportedModelError(
+                    f"'{computed[id(leaf)]}' was computed from other tensors before the forward"
+                    " pass, which a copy of the model cannot follow.",
+                    "Compute it in forward(), or make it a torch.nn.Parameter.",
+                )
             if id(leaf) in originals:
                 raise UnsupportedModelError(
                     f"the forward pass uses '{originals[id(leaf)]}' of the model itself, where a"

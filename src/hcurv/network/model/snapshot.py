@@ -44,10 +44,12 @@ class ModelSnapshot:
         module: the copy.
         layout: names and places of its trainable parameters.
         originals: names of the parameters of the model itself, by their identity.
+        computed: copies of tensors with a history that lie on the model's modules, by name. If the
+            forward pass uses one of them, its history is missing.
     """
 
     def __init__(self, model: nn.Module, forward_fn: ForwardFunction | None = None) -> None:
-        self.module = _copied(unwrapped(model))
+        self.module, self.computed = _copied(unwrapped(model))
         self._forward_fn = forward_fn
         self.layout = ParameterLayout.of(self.module)
         self.originals = {id(p): name for name, p in unwrapped(model).named_parameters()}
@@ -91,22 +93,19 @@ class ModelSnapshot:
         return result
 
 
-def _copied(model: nn.Module) -> nn.Module:
-    # Hooks of older torch utilities (weight_norm, prune) leave tensors with a history on modules,
-    # which cannot be copied. They are computed anew in each forward pass.
+def _copied(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A copy, and the copies of tensors with a history, which torch does not copy by itself.
+
+    Models that keep their last activations have such tensors, and hooks of older torch utilities
+    (weight_norm, prune) make them anew in each forward pass.
+    """
     memo: dict[int, Any] = {}
+    computed: dict[str, Tensor] = {}
     for place, module in model.named_modules():
-        hooks = module._forward_pre_hooks.values()
-        computed = {getattr(h, "_tensor_name", getattr(h, "name", None)) for h in hooks}
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and value.grad_fn is not None:
-                if name not in computed:
-                    raise UnsupportedModelError(
-                        f"'{f'{place}.{name}'.lstrip('.')}' was computed from other tensors before"
-                        " the forward pass, which a copy of the model cannot follow.",
-                        "Compute it in forward(), or make it a torch.nn.Parameter.",
-                    )
-                memo[id(value)] = value.detach().clone()
+                fresh = value.detach().clone().requires_grad_()
+                memo[id(value)] = computed[f"{place}.{name}".lstrip(".")] = fresh
     try:
         copied = copy.deepcopy(model, memo)
     except Exception as error:
@@ -116,7 +115,7 @@ def _copied(model: nn.Module) -> nn.Module:
         ) from error
     for parameter in copied.parameters():
         parameter.grad = None
-    return copied
+    return copied, computed
 
 
 def check_parameters(model: nn.Module) -> tuple[torch.dtype, torch.device]:
