@@ -19,7 +19,7 @@ from torch import Tensor
 from hcurv.layout import ParameterLayout, layer_of
 from hcurv.network.model.builders import Gradients, OrderedUse, by_point
 from hcurv.network.model.contributions import DirectUse, LinearUse
-from hcurv.network.model.reader import BatchUses
+from hcurv.network.model.graph_batch import BatchUses
 
 __all__ = ["DiagonalBlock", "EntryMatrix", "LinearBlock", "find_blocks", "linear_groups"]
 

@@ -27,7 +27,8 @@ from hcurv.network.jacobians.contractions import without_tiny
 from hcurv.network.layered.layer_jacobian import LayerJacobian
 from hcurv.network.loss_rows import RowChoice
 from hcurv.network.model.builders import Gradients, OrderedUse, make_builder
-from hcurv.network.model.reader import BatchUses, ModelReader
+from hcurv.network.model.graph_batch import BatchUses
+from hcurv.network.model.reader import ModelReader
 from hcurv.network.model_inputs import map_inputs, num_points, split_inputs
 from hcurv.network.problem import Problem
 from hcurv.network.tracing import UnsupportedModelError

@@ -1,4 +1,4 @@
-"""Read the rows of S of a batch of points from what autograd recorded in a forward pass.
+"""Read the rows of S of batches of points from what autograd records in forward passes.
 
 One forward pass records the graph; q backward passes, one for each row of R, give the derivatives
 of the weighted outputs with respect to the results of all functions that use a parameter. What is
@@ -10,36 +10,27 @@ two sizes have shown, beyond doubt, how the rows of points are ordered.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from hcurv.losses import Loss
-from hcurv.network.layered.dense_jacobian import DenseJacobian
-from hcurv.network.layered.layer_jacobian import LayerJacobian
 from hcurv.network.layered.stacked_jacobian import StackedJacobian
 from hcurv.network.loss_rows import LossRows
 from hcurv.network.model.autograd_graph import Graph, read_graph
-from hcurv.network.model.builders import BatchShape, Gradients, OrderedUse, make_builder
-from hcurv.network.model.contributions import Contribution, DirectUse, LinearUse
+from hcurv.network.model.graph_batch import BatchUses, GraphBatch, Reading, Signature
 from hcurv.network.model.per_point import PerPointColumns
-from hcurv.network.model.point_rows import Probe, RowOrder, find_orders, halves
-from hcurv.network.model.rules import contributions_of
+from hcurv.network.model.point_rows import RowOrder
 from hcurv.network.model.snapshot import ModelSnapshot
 from hcurv.network.model_inputs import Inputs, map_inputs, num_points
 from hcurv.network.tracing import UnsupportedModelError
 
-__all__ = ["BatchUses", "ModelReader", "RowMaker"]
+__all__ = ["ModelReader", "RowMaker"]
 
-# What is read is compared with autograd at this many points.
-_NUM_CHECKED = 3
 # A graph of a new shape is tried on this many points. Four show how the rows of points are ordered.
 _NUM_TRIED = 4
-
-Signature: TypeAlias = tuple[Any, ...]
 
 
 class RowMaker(Protocol):
@@ -47,22 +38,6 @@ class RowMaker(Protocol):
 
     def __call__(self, outputs: Tensor, points: slice) -> LossRows:
         """The rows at a range of points, for outputs (b, t, d)."""
-
-
-class _Reading(NamedTuple):
-    """How a batch is to be read.
-
-    Attributes:
-        uses: for each parameter that is read by rules, all its uses.
-        signature: the shape of the graph, on which the right reading may depend.
-        orders: the orders of the rows of all uses.
-        settled: whether no other orders agree with what was seen.
-    """
-
-    uses: dict[str, list[OrderedUse]]
-    signature: Signature
-    orders: tuple[RowOrder, ...]
-    settled: bool
 
 
 class ModelReader:
@@ -124,14 +99,14 @@ class ModelReader:
             reading = batch.plan(self._unruly, self._trusted)
         return BatchUses(batch, reading, self._per_point)
 
-    def _record(self, inputs: Inputs, make_rows: Callable[[Tensor], LossRows]) -> _Batch:
+    def _record(self, inputs: Inputs, make_rows: Callable[[Tensor], LossRows]) -> GraphBatch:
         """Run the model, and find all uses of its parameters."""
         outputs, graph = self.graph(inputs)
         rows = make_rows(outputs.detach())
         self._require_uses(graph)
-        return _Batch(self._snapshot, inputs, outputs, rows, graph)
+        return GraphBatch(self._snapshot, inputs, outputs, rows, graph)
 
-    def _read(self, batch: _Batch) -> StackedJacobian:
+    def _read(self, batch: GraphBatch) -> StackedJacobian:
         """The rows of S of a batch, compared with autograd where that was not done before."""
         while True:
             reading = batch.plan(self._unruly, self._trusted)
@@ -190,7 +165,7 @@ class ModelReader:
                 "Is the forward pass inside torch.no_grad()?",
             )
 
-    def _remember(self, reading: _Reading, count: int) -> None:
+    def _remember(self, reading: Reading, count: int) -> None:
         """Trust orders that batches of two sizes have shown.
 
         Rows that points share may look like rows of points in a batch of one size, but their number
@@ -222,223 +197,6 @@ class ModelReader:
         return outputs, graph
 
 
-class _Batch:
-    """One batch of points: its graph, and the rows of R_i.
-
-    Args:
-        snapshot: the model.
-        inputs: the inputs of the points.
-        outputs: their outputs, with a graph, (b, t, d).
-        rows: the rows of R_i.
-        graph: all uses of trainable parameters in it.
-    """
-
-    def __init__(
-        self,
-        snapshot: ModelSnapshot,
-        inputs: Inputs,
-        outputs: Tensor,
-        rows: LossRows,
-        graph: Graph,
-    ) -> None:
-        self._inputs, self._outputs, self._rows = inputs, outputs, rows
-        self._graph_number = graph.number
-        self._parameters = snapshot.trainable
-        like = next(iter(self._parameters.values())).detach()
-        self._shape = BatchShape(num_points(inputs), rows.num_rows, like)
-        # What each parameter contributes; None where no rule knows one of its uses.
-        self._known: dict[str, list[Contribution] | None] = {name: [] for name in self._parameters}
-        for use in graph.uses:
-            found = contributions_of(use, self._parameters[use.parameter].detach())
-            known = self._known[use.parameter]
-            both = None if found is None or known is None else [*known, *found]
-            self._known[use.parameter] = both
-
-    @property
-    def num_points(self) -> int:
-        """The number of points."""
-        return self._shape.num_points
-
-    def plan(self, unruly: set[str], trusted: dict[Signature, tuple[RowOrder, ...]]) -> _Reading:
-        """Find the order of the rows of all uses.
-
-        Args:
-            unruly: parameters that are not to be read by rules. Those with rows in an unknown order
-                are added.
-            trusted: orders that are known, by signature.
-        """
-        while True:
-            known = {
-                name: found
-                for name, found in self._known.items()
-                if found is not None and name not in unruly
-            }
-            every = [use for found in known.values() for use in found]
-            signature: Signature = (
-                self._graph_number,
-                *((name, *map(self._signature, found)) for name, found in known.items()),
-            )
-            if signature in trusted:
-                candidates = [[order] for order in trusted[signature]]
-            else:
-                candidates = self._find_orders(every)
-            ordered = dict(zip(map(id, every), candidates, strict=True))
-            lost = {name for name, uses in known.items() if not all(ordered[id(u)] for u in uses)}
-            if not lost:
-                break
-            unruly |= lost
-        uses = {
-            name: [OrderedUse(use, ordered[id(use)][0]) for use in found]
-            for name, found in known.items()
-        }
-        # A single point does not show how the rows of several are ordered.
-        settled = self._shape.num_points > 1 and all(len(found) == 1 for found in candidates)
-        return _Reading(uses, signature, tuple(found[0] for found in candidates), settled)
-
-    def _signature(self, use: Contribution) -> Signature:
-        """What the order of rows, and the right reading, may depend on."""
-        rows = use.num_rows / self._shape.num_points
-        positions = use.inputs.shape[2] if isinstance(use, LinearUse) else 1
-        return (type(use).__name__, rows, positions, tuple(use.entries.shape))
-
-    def working_floats(self, reading: _Reading) -> int:
-        """Floats of temporary memory, about: results, derivatives, inputs, one row of columns."""
-        every = [ordered for uses in reading.uses.values() for ordered in uses]
-        if not every:
-            return 0
-        count = self._shape.num_points
-        sizes = {ordered.use.node: _result_size(ordered.use.node) for ordered in every}
-        linear = [use for use, _ in every if isinstance(use, LinearUse)]
-        # The result of each function and its derivative, and the largest derivative once more.
-        floats = 2 * sum(sizes.values()) + max(sizes.values())
-        # Normalised inputs, and those of products, which are copied if positions are rows.
-        floats += sum(sizes[node] for node in sizes.keys() - {use.node for use in linear})
-        floats += sum((2 if use.num_rows > count else 1) * use.inputs.numel() for use in linear)
-        # One row of columns, where they are multiplied out.
-        plain = {id(use) for use in linear if use.num_rows * use.inputs.shape[2] == count}
-        widths = [use.entries.numel() for use, _ in every if id(use) not in plain]
-        return floats + count * max(widths, default=0)
-
-    def read(self, reading: _Reading, per_point: PerPointColumns) -> StackedJacobian:
-        """The columns of all parameters."""
-        builders = {
-            name: make_builder(self._parameters[name].numel(), uses, self._shape)
-            for name, uses in reading.uses.items()
-        }
-        nodes = list({o.use.node: None for uses in reading.uses.values() for o in uses})
-        for row in range(self._rows.num_rows):
-            gradients = dict(zip(nodes, self._backward(nodes, self._rows.row(row)), strict=True))
-            for builder in builders.values():
-                builder.add(row, gradients.__getitem__)
-        parts: dict[str, LayerJacobian] = {name: b.finish() for name, b in builders.items()}
-        rest = [name for name in self._parameters if name not in parts]
-        if rest:
-            columns = per_point.of(rest, self._inputs, self._rows)
-            parts |= {name: DenseJacobian(columns[name].contiguous()) for name in rest}
-        return StackedJacobian([parts[name] for name in self._parameters])
-
-    def _backward(self, nodes: list[Any], weights: Tensor) -> tuple[Tensor | None, ...]:
-        """Derivatives of the weighted outputs with respect to the results of some nodes."""
-        if not nodes:
-            return ()
-        edges = [GradientEdge(node, 0) for node in nodes]
-        return torch.autograd.grad(
-            self._outputs, edges, weights, retain_graph=True, allow_unused=True
-        )
-
-    def _find_orders(self, uses: list[Contribution]) -> list[list[RowOrder]]:
-        """The orders that the rows of each use may have, seen from halves of the points."""
-        count = self._shape.num_points
-        nodes = list({use.node: None for use in uses})
-        generator = torch.Generator().manual_seed(0)
-        noise = torch.randn(self._outputs.shape, generator=generator, dtype=torch.float64)
-        noise = noise.to(self._outputs)
-        probes: list[list[Probe]] = [[] for _ in uses]
-        for half in halves(count):
-            weights = noise * half.to(noise)[:, None, None]
-            found = dict(zip(nodes, self._backward(nodes, weights), strict=True))
-            for use, seen in zip(uses, probes, strict=True):
-                if (gradient := found[use.node]) is not None:
-                    seen.append(Probe(half, _nonzero_rows(use, gradient).cpu()))
-        return [
-            find_orders(use.num_rows, count, seen) for use, seen in zip(uses, probes, strict=True)
-        ]
-
-    def check(self, read: StackedJacobian) -> set[str]:
-        """Names of the parameters whose columns differ from automatic differentiation."""
-        generator = torch.Generator().manual_seed(1)
-        shape = (self._shape.num_points, self._rows.num_rows)
-        mix = torch.randn(shape, generator=generator, dtype=torch.float64).to(self._shape.like)
-        wrong: set[str] = set()
-        for point in range(min(_NUM_CHECKED, shape[0])):
-            chosen = torch.zeros_like(mix)
-            chosen[point] = mix[point]
-            gradients = torch.autograd.grad(
-                self._outputs,
-                list(self._parameters.values()),
-                self._rows.combine(chosen),
-                retain_graph=True,
-                allow_unused=True,
-            )
-            # Embeddings may have sparse gradients.
-            expected = [None if g is None else g.to_dense() for g in gradients]
-            present = [g for g in expected if g is not None and g.numel()]
-            largest = max((float(g.abs().max()) for g in present), default=0.0)
-            for (name, parameter), gradient, part in zip(
-                self._parameters.items(), expected, read.parts, strict=True
-            ):
-                if parameter.numel() == 0:
-                    continue
-                found = part.apply_transposed(chosen[:, :, None]).view_as(parameter)
-                wanted = torch.zeros_like(found) if gradient is None else gradient
-                scale = float(wanted.norm()) + 1e-3 * largest
-                tolerance = torch.finfo(found.dtype).eps ** 0.5
-                if not float((found - wanted).norm()) <= tolerance * scale:
-                    wrong.add(name)
-        return wrong
-
-
-def _result_size(node: Any) -> int:
-    """The number of entries of a function's result."""
-    return torch.Size(node._input_metadata[0].shape).numel()
-
-
-class BatchUses:
-    """All uses of parameters at a batch of points. Made by `ModelReader.uses`.
-
-    Args:
-        batch: the batch.
-        reading: how it is to be read.
-        per_point: reads parameters that no rule knows.
-
-    Attributes:
-        known: the uses of each parameter that is read by rules, by its name.
-        rows: the rows of R_i.
-        shape: the sizes of the batch.
-    """
-
-    def __init__(self, batch: _Batch, reading: _Reading, per_point: PerPointColumns) -> None:
-        self._batch, self._per_point = batch, per_point
-        self.known: Mapping[str, list[OrderedUse]] = reading.uses
-        self.rows, self.shape = batch._rows, batch._shape
-        self._nodes = list({o.use.node: None for uses in reading.uses.values() for o in uses})
-
-    @torch.no_grad()
-    def gradients(self, weights: Tensor) -> Gradients:
-        """Derivatives of weighted outputs with respect to the results of all nodes of `known`.
-
-        Args:
-            weights: such as ``rows.row(0)``, (b, t, d).
-        """
-        found = self._batch._backward(self._nodes, weights)
-        return dict(zip(self._nodes, found, strict=True)).__getitem__
-
-    @torch.no_grad()
-    def columns(self, names: list[str]) -> dict[str, Tensor]:
-        """Columns of S, (p, q, b), of parameters that are not in `known`, by their names."""
-        return self._per_point.of(names, self._batch._inputs, self.rows) if names else {}
-
-
 @contextlib.contextmanager
 def _without_mkldnn() -> Iterator[None]:
     # `torch.backends.mkldnn.flags` sets the precision of products as well, and warns about it.
@@ -449,10 +207,3 @@ def _without_mkldnn() -> Iterator[None]:
         yield
     finally:
         backend.enabled = before
-
-
-def _nonzero_rows(use: Contribution, gradient: Tensor) -> Tensor:
-    """Which rows have a derivative, (R,)."""
-    if isinstance(use, LinearUse):
-        return use.factors(gradient).flatten(1).any(1)
-    return (use.gradients if isinstance(use, DirectUse) else use.factors)(gradient).any(1)
