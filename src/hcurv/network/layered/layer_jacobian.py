@@ -20,7 +20,14 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["LayerJacobian", "LinearShape", "Panel", "ZeroJacobian", "transposed_product"]
+__all__ = [
+    "LayerJacobian",
+    "LinearJacobian",
+    "LinearShape",
+    "Panel",
+    "ZeroJacobian",
+    "transposed_product",
+]
 
 # Temporaries of a panel, and of sums over positions, hold about this many floats.
 PANEL_FLOATS = 2**22
@@ -203,6 +210,34 @@ class LayerJacobian(ABC):
         for index, columns in self.panels(first):
             left = columns.flatten(1) * weights[index, None]
             result.addmm_(left.T, other.columns(index, second).flatten(1))
+
+
+class LinearJacobian(LayerJacobian):
+    """Factors C and inputs x, for z = W x.
+
+    Args:
+        factors: C, with the q rows of a point as its second axis.
+        inputs: x.
+        shape: how the entries of W are numbered.
+    """
+
+    def __init__(self, factors: Tensor, inputs: Tensor, shape: LinearShape) -> None:
+        self._factors, self._inputs, self._shape = factors, inputs, shape
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of entries of W."""
+        return self._shape.size
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows of each point."""
+        return self._factors.shape[1]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """C and x."""
+        return (self._factors, self._inputs)
 
 
 class ZeroJacobian(LayerJacobian):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hcurv.network.chain_kernel import PASS_FLOPS
 from hcurv.network.jacobians.contractions import contract, expand
-from hcurv.network.layered.layer_jacobian import LayerJacobian, LinearShape
+from hcurv.network.layered.layer_jacobian import LayerJacobian, LinearJacobian, LinearShape
 
 __all__ = ["PlainJacobian"]
 
@@ -15,7 +15,7 @@ __all__ = ["PlainJacobian"]
 _SUM_FLOATS = 2**19
 
 
-class PlainJacobian(LayerJacobian):
+class PlainJacobian(LinearJacobian):
     """C_i and x_i, for z_i = W x_i.
 
     Args:
@@ -27,28 +27,12 @@ class PlainJacobian(LayerJacobian):
     form = "plain"
 
     def __init__(self, factors: Tensor, inputs: Tensor, by_input: bool = False) -> None:
-        self._factors, self._inputs = factors, inputs
-        self._shape = LinearShape(factors.shape[0], inputs.shape[0], by_input)
-
-    @property
-    def num_parameters(self) -> int:
-        """The number of entries of W."""
-        return self._shape.size
-
-    @property
-    def num_rows(self) -> int:
-        """The number of rows of each point."""
-        return self._factors.shape[1]
+        super().__init__(factors, inputs, LinearShape(factors.shape[0], inputs.shape[0], by_input))
 
     @property
     def num_points(self) -> int:
         """The number of points."""
         return self._inputs.shape[1]
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """C and x."""
-        return (self._factors, self._inputs)
 
     @property
     def kernel_flops(self) -> float:

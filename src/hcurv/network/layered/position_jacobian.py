@@ -15,6 +15,7 @@ from hcurv.network.layered.layer_jacobian import (
     PANEL_FLOATS,
     TILE_POINTS,
     LayerJacobian,
+    LinearJacobian,
     LinearShape,
     Panel,
     transposed_product,
@@ -26,7 +27,7 @@ __all__ = ["PositionJacobian"]
 _FEW_SHARE = 16
 
 
-class PositionJacobian(LayerJacobian):
+class PositionJacobian(LinearJacobian):
     """C_{i,t} and x_{i,t}, for z_{i,t} = W x_{i,t}.
 
     Args:
@@ -38,28 +39,12 @@ class PositionJacobian(LayerJacobian):
     form = "positions"
 
     def __init__(self, factors: Tensor, inputs: Tensor, by_input: bool = False) -> None:
-        self._factors, self._inputs = factors, inputs
-        self._shape = LinearShape(factors.shape[2], inputs.shape[1], by_input)
-
-    @property
-    def num_parameters(self) -> int:
-        """The number of entries of W."""
-        return self._shape.size
-
-    @property
-    def num_rows(self) -> int:
-        """The number of rows of each point."""
-        return self._factors.shape[1]
+        super().__init__(factors, inputs, LinearShape(factors.shape[2], inputs.shape[1], by_input))
 
     @property
     def num_points(self) -> int:
         """The number of points."""
         return self._inputs.shape[0]
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """C and x."""
-        return (self._factors, self._inputs)
 
     @property
     def has_quick_columns(self) -> bool:

@@ -129,9 +129,8 @@ def structural_orders(layout: ParameterLayout) -> dict[str, Tensor]:
     parameter, row, column = layout.locate(index)
     layer_of = {name: i for i, names in enumerate(layout.layers.values()) for name in names}
     layers = torch.tensor([layer_of[name] for name in layout.names])[parameter]
-    widths = [layout.slices[name] for name in layout.names]
     is_vector = torch.tensor([len(layout.shapes[name]) < 2 for name in layout.names])[parameter]
-    column = torch.where(is_vector, column.max() + 1 + parameter, column) if len(widths) else column
+    column = torch.where(is_vector, column.max() + 1 + parameter, column)
     height, width = int(row.max()) + 1, int(column.max()) + 1
     by_output = (layers * height + row) * width + column
     by_input = (layers * width + column) * height + row
