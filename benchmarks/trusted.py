@@ -40,8 +40,8 @@ NUM_COLUMNS, NUM_CHECKED = 16, 64
 # A dense truth in double precision is made of matrices up to this size.
 DENSE_SIZE = 5200
 # A rival is stopped when it has taken so many times as long as the default, but not before this
-# many seconds. Ways that are predicted to take longer than that are left out.
-PATIENCE, LEAST_SECONDS = 3.0, 5.0
+# many seconds. Ways that are predicted to take so many times as long are left out.
+PATIENCE, LEAST_SECONDS, WORTH_TRYING = 3.0, 5.0, 4.0
 # In single precision, dampings below this share of the largest eigenvalue are left to float64.
 SINGLE_RATIO = 1.9e-6
 
@@ -292,7 +292,7 @@ class Bench:
         plan = matrix.factorize(damping).plan
         for name in get_args(WayName):
             predicted = next(way for way in plan.ways if way.name == name)
-            if not predicted.fits or predicted.seconds > max(LEAST_SECONDS, 10 * seconds):
+            if not predicted.fits or predicted.seconds > max(LEAST_SECONDS, WORTH_TRYING * seconds):
                 cells.append(f"{name} - (predicted {predicted.seconds:.0f} s)")
                 continue
             try:

@@ -14,6 +14,7 @@ __all__ = [
     "DenseMatrix",
     "MatrixProduct",
     "ProductSource",
+    "RootedSource",
     "as_operator",
     "as_source",
     "blocks",
@@ -139,6 +140,21 @@ class _WrappedProduct(SymmetricOperator):
 
     def _matmat(self, rhs: Tensor) -> Tensor:
         return self._matrix @ rhs
+
+
+@runtime_checkable
+class RootedSource(ProductSource, Protocol):
+    """A source SᵀS that can be multiplied by its root S alone, as `GaussNewton` can."""
+
+    @property
+    def num_root_rows(self) -> int:
+        """Number of rows of S."""
+
+    def root_product(self, rhs: Tensor, /) -> Tensor:
+        """Return S times (N, k)."""
+
+    def root_transposed(self, rhs: Tensor, /) -> Tensor:
+        """Return Sᵀ times (rows of S, k)."""
 
 
 @runtime_checkable

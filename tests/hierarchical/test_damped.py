@@ -226,7 +226,7 @@ def test_factorizing_warns_where_variances_are_wrong_by_tens_of_per_cent(name: s
             num_warned, num_silent = num_warned + bool(caught), num_silent + (not caught)
             assert caught or wrong < 0.2, (tolerance, ratio, wrong)
             assert not caught or wrong > 0.05, (tolerance, ratio, wrong)
-    assert num_warned > 1
+    assert num_warned > 0
     assert num_silent > 5
 
 

@@ -82,7 +82,9 @@ def test_any_shape(
 
 @both_dtypes
 def test_conformance(dtype: torch.dtype) -> None:
-    matrix = compress_tree(kernel_matrix("gaussian", 101, 2).to(dtype), leaf_size=10)
+    matrix = compress_tree(
+        kernel_matrix("gaussian", 101, 2).to(dtype), tolerance=1e-3, leaf_size=10
+    )
     damping = 1.0
     inverse = torch.linalg.inv(damped(matrix, damping))
     check_operator(matrix.factorize(damping), inverse)
@@ -144,7 +146,9 @@ def test_indefinite_shifts() -> None:
     """definite=False: solves beyond the spectrum's end, and counts eigenvalues."""
     matrix = indefinite()
     values = torch.linalg.eigvalsh(matrix.to_dense())
-    for number in (3, 100, 195):
+    for first in (3, 100, 190):
+        # Between eigenvalues that differ, so that the shifted matrix is not nearly singular.
+        number = first + int(values[first - 1 : first + 5].diff().argmax())
         shift = float(values[number - 1] + values[number]) / 2
         factors = matrix.factorize(-shift, definite=False)
         assert factors.num_negative == number
@@ -199,7 +203,7 @@ def test_refinement_reaches_the_precision_of_the_operator() -> None:
     rough = residual(factors.solve(rhs.float()).double())
     with pytest.warns(hcurv.ConvergenceWarning, match="relative residual of up to"):
         once = residual(factors.solve(rhs, operator=exact, num_refinements=1))
-    fully = factors.solve(rhs, operator=exact, num_refinements=50, tolerance=1e-13)
+    fully = factors.solve(rhs, operator=exact, num_refinements=50, tolerance=2e-13)
     assert fully.dtype == torch.float64
     assert residual(factors.solve(rhs, operator=exact, num_refinements=0)) < 2 * rough
     assert residual(fully) < 1e-12 < once < rough
@@ -320,7 +324,7 @@ def test_a_damping_for_each_row(definite: bool, zeros: int, tmp_path: Path) -> N
     dense[:, :zeros] = 0
     damping = varied(90)
     for options in ({"global_rank": 0}, {"global_rank": 4}):
-        matrix = hcurv.compress(dense, tolerance=1e-3, leaf_size=16, **options)
+        matrix = hcurv.compress(dense, tolerance=1e-3, leaf_size=16, seed=1, **options)
         shifted = matrix.to_dense() + damping.diag()
         inverse = torch.linalg.inv(shifted)
         factors = matrix.factorize(damping, definite=definite)

@@ -252,8 +252,9 @@ class _Builds:
                 self._products = RandomProducts(
                     self._rest,
                     self.start.tree.permutation,
-                    options.seed + 1,
+                    options.seed + 2,
                     self.start.sketch,
+                    self.start.held_out,
                     0 if is_only else _KEPT_FLOATS,
                 )
         structure: MatrixStructure = HSSStructure()

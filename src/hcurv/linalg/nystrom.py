@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["double_gram", "leading", "nystrom", "nystrom_of_sketch", "orthonormal"]
+__all__ = ["double_gram", "leading", "nystrom", "nystrom_of_sketch", "orthonormal", "whitening"]
 
 # Rows are converted to double precision in strips of this many floats, which fit into a cache, but
 # of at least so many rows.
@@ -32,18 +32,21 @@ _GRADED = 1e-4
 _TALL = 1 / 16
 
 
-def orthonormal(columns: Tensor, rounds: int = 2) -> Tensor:
+def orthonormal(columns: Tensor, rounds: int = 2, negligible: float = 0.0) -> Tensor:
     """Return a basis of the range of tall columns. Single precision uses Gram matrices in double.
 
-    One round makes it well conditioned, a second one orthonormal.
+    One round makes it well conditioned, a second one orthonormal. Directions below a
+    ``negligible`` share of the largest count as zero (for columns in double precision).
     """
     if columns.dtype == torch.float64:
         basis, triangle = torch.linalg.qr(columns)
         sizes = triangle.diagonal().abs()
-        if not sizes.numel() or bool((sizes > _DEPENDENT * sizes.max()).all()):
+        safe = max(_DEPENDENT, 10 * sizes.numel() * negligible)
+        if not sizes.numel() or bool((sizes > safe * sizes.max()).all()):
             return basis  # type: ignore[no-any-return]
         basis, values, _ = torch.linalg.svd(columns, full_matrices=False)
-        basis = basis[:, values > torch.finfo(columns.dtype).eps * values[:1]]
+        least = max(torch.finfo(columns.dtype).eps, negligible)
+        basis = basis[:, values > least * values[:1]]
         return basis  # type: ignore[no-any-return]
     for _ in range(rounds):
         gram = double_gram(columns, columns)
@@ -51,21 +54,27 @@ def orthonormal(columns: Tensor, rounds: int = 2) -> Tensor:
         if not bool(norms.all()):
             columns, gram = columns[:, norms > 0], gram[norms > 0][:, norms > 0]
             norms = norms[norms > 0]
-        mixing = _whitening(gram / norms / norms[:, None]) / norms[:, None]
+        mixing = whitening(gram / norms / norms[:, None]) / norms[:, None]
         columns = columns @ mixing.to(columns.dtype)
     return columns
 
 
-def _whitening(gram: Tensor) -> Tensor:
-    """Some M with Mᵀ gram M = I, in double precision: few columns where the matrix is singular."""
+def whitening(gram: Tensor, negligible: float = 0.0) -> Tensor:
+    """Some M with Mᵀ gram M = I, in double precision: few columns where the matrix is singular.
+
+    Args:
+        gram: a Gram matrix, (k, k).
+        negligible: eigenvalues below this share of the largest count as zero.
+    """
+    safe = max(_SAFE, gram.shape[0] * negligible)
     factor, failed = torch.linalg.cholesky_ex(gram)
     sizes = factor.diagonal().square()
-    if gram.shape[0] and not bool(failed) and bool(sizes.min() > _SAFE * sizes.max()):
+    if gram.shape[0] and not bool(failed) and bool(sizes.min() > safe * sizes.max()):
         identity = torch.eye(gram.shape[0], dtype=gram.dtype, device=gram.device)
         inverse: Tensor = torch.linalg.solve_triangular(factor.T, identity, upper=True)
         return inverse
     values, vectors = torch.linalg.eigh(gram)
-    keep = values > _DEPENDENT * values[-1:]
+    keep = values > max(_DEPENDENT, negligible) * values[-1:]
     mixing: Tensor = vectors[:, keep] * values[keep].rsqrt()
     return mixing
 

@@ -51,6 +51,7 @@ class BuildStart:
         global_part: VVᵀ, or None.
         sketch: random vectors and their products with what the global part leaves, in the order
             of the tree, as `random_products` gives them; None if there are none.
+        held_out: the same, to estimate errors with.
         share: norm of what the global part leaves, over that of the matrix.
         norm: ‖H‖_F as far as it is known from products, or None.
     """
@@ -60,6 +61,7 @@ class BuildStart:
     leaf_size: int
     global_part: GlobalPart | None = None
     sketch: tuple[Tensor, Tensor] | None = None
+    held_out: tuple[Tensor, Tensor] | None = None
     share: float = 1.0
     norm: float | None = None
 

@@ -50,10 +50,11 @@ class RandomProducts:
         rows: its kept rows in tree order.
         seed: seed of the random vectors.
         known: a first panel, as `random_products` gives it.
+        held_out: a panel that no sample may be made of; drawn if it is None.
         max_kept: number of floats that may be kept for another build of the same tree.
 
     Attributes:
-        held_out: a panel that no sample may be made of.
+        held_out: as given.
     """
 
     def __init__(
@@ -62,13 +63,14 @@ class RandomProducts:
         rows: Tensor,
         seed: int,
         known: tuple[Tensor, Tensor] | None = None,
+        held_out: tuple[Tensor, Tensor] | None = None,
         max_kept: int = 0,
     ) -> None:
         self.source, self.rows = source, rows
         self._generator = torch.Generator(source.device).manual_seed(seed)
-        self._panels = [] if known is None else [known]
+        self._panels = [] if known is None or not known[0].shape[1] else [known]
         self._room = max_kept
-        self.held_out = self._draw(_HELD_OUT)
+        self.held_out = held_out or self._draw(_HELD_OUT)
 
     def require_memory(self, num_columns: int) -> None:
         """Raise unless there is memory for so many more columns."""

@@ -146,7 +146,9 @@ class NearFieldMatrix(HMatrix):
             global_rank=0,
             seed=seed,
         )
-        products = RandomProducts(rest, start.tree.permutation, seed + 1, start.sketch)
+        products = RandomProducts(
+            rest, start.tree.permutation, seed + 2, start.sketch, start.held_out
+        )
         settings = BuildSettings(HSSStructure(), None, "angle", None, None, seed)
         plain = construct(rest, start, products, tolerance, settings, Phases()).matrix
         return completed(plain, plain.record, self.global_part).with_layout(self.layout)

@@ -3,8 +3,8 @@
 A global part of rank g takes g floats a row, and makes the ranks of the tree smaller. The ranks
 that a tolerance asks for are found by building a few subtrees, for several g. From how they grow
 with the length of a node follows the number of floats of a tree with leaves of any size. The
-products that were drawn for this serve the build, as samples or for the global part; only those
-that sharpened a global part which is not used are lost.
+products that are drawn for this serve the build, as samples or for the global part; only those that
+sharpened a global part which is not used are lost.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hcurv.hierarchical.building.sampler import num_columns_for
 from hcurv.hierarchical.parts.global_part import GlobalPart
 from hcurv.hierarchical.parts.plan import Candidate, Plan, RankProfile, tolerance_step, tree_floats
 from hcurv.hierarchical.planning.rank_trial import Subtrees, TrialLevel
-from hcurv.hierarchical.planning.sampled_matrix import SampledMatrix
+from hcurv.hierarchical.planning.sampled_matrix import DEFAULT_WORKSPACE, SampledMatrix
 from hcurv.hierarchical.tree.cluster_tree import ClusterTree, cluster, depth_for
 from hcurv.operators import EntrySource
 from hcurv.sources import structural_orders
@@ -34,19 +34,19 @@ __all__ = ["prepare"]
 _SUBTREE_ROWS, _NUM_SUBTREES, _TRIAL_LEAF = 512, 4, 16
 # Leaf sizes to choose from.
 _LEAF_SIZES = (16, 32, 64, 128, 256, 512, 1024)
-# The first sample has 128 columns, and half as many if the matrix has so many rows that products
-# are the most expensive part. It is doubled up to 384 columns if ranks turn out to be large.
-_FIRST_COLUMNS, _MAX_COLUMNS = 128, 384
-_MANY_ROWS = 2**19
-# The first sketch for a global part has this many columns.
-_FIRST_WIDTH = 64
-# A sketch has this many columns for each column of the global part that is made of it.
-_USABLE = 1.25
-# If fewer than this share of the columns of a sketch are independent, they span the whole range of
-# the matrix.
-_FULL = 0.9
-# A global rank that was extrapolated is too small as a rule, and is multiplied by this.
-_BEYOND = 1.25
+# Ranks are first tried on this many columns, and on twice as many, up to 384, if they turn out to
+# be large.
+_FIRST_COLUMNS, _MAX_COLUMNS = 144, 400
+# A global part is first made of this many directions.
+_FIRST_WIDTH = 32
+# A global part of rank g is made of this many times as many directions, and at least of so many
+# times as many.
+_AMPLE, _USABLE = 1.25, 1.15
+# From one step to the next, the directions grow at most by this factor.
+_MAX_STEP = 3.0
+# A global part alone that takes no more than this share of the floats of a tree alone is better
+# than any of both together.
+_CLEAR = 0.8
 # An error that was measured on a sample has to be below this share of the tolerance.
 _SAFETY = 0.97
 # The tolerance that a number of floats allows is found in at most six steps, to 5 % of the floats.
@@ -70,6 +70,7 @@ def prepare(
     global_rank: int | None,
     max_floats: int | None = None,
     keep_diagonal: bool = False,
+    workspace: int = DEFAULT_WORKSPACE,
     seed: int = 0,
     orders: Mapping[str, Tensor] | None = None,
     phases: Phases | None = None,
@@ -88,6 +89,7 @@ def prepare(
             allows, and not below the one given.
         keep_diagonal: whether a global part never stands alone, but together with at least the
             diagonal of what it leaves.
+        workspace: bytes that random products and the global part may take.
         seed: seed of everything random.
         orders: orders of the rows by name; None to ask the source for them.
         phases: where to count the time and show progress.
@@ -111,7 +113,8 @@ def prepare(
             orders=orders,
         )
         trees[tree.ordering] = tree
-    planner = _Planner(source, trees, leaf_sizes, keep_diagonal, seed, phases)
+    max_working = workspace // source.dtype.itemsize
+    planner = _Planner(source, trees, leaf_sizes, keep_diagonal, max_working, seed, phases)
     return planner.run(tolerance, global_rank, max_floats)
 
 
@@ -123,6 +126,7 @@ class _Planner:
         trees: one for each ordering, as deep as the smallest leaves ask for.
         leaf_sizes: sizes to choose from, ascending.
         keep_diagonal: whether a global part never stands alone.
+        max_working: number of floats that random products and the global part may take.
         seed: seed of everything random.
         phases: where to count the time and show progress.
     """
@@ -133,29 +137,30 @@ class _Planner:
         trees: Mapping[str, ClusterTree],
         leaf_sizes: Sequence[int],
         keep_diagonal: bool,
+        max_working: int,
         seed: int,
         phases: Phases,
     ) -> None:
         self._source, self._trees, self._keep_diagonal = source, dict(trees), keep_diagonal
         self._leaf_sizes, self._phases = leaf_sizes, phases
-        rows = next(iter(trees.values())).permutation
-        self._known = SampledMatrix(source, rows, seed, phases)
+        rows = next(iter(trees.values())).permutation.sort().values
+        self._known = SampledMatrix(source, rows, seed, phases, max_working)
         self._num_rows = rows.numel()
         self._places = rows.new_full((source.shape[0],), -1)  # of rows in the sample
         self._places[rows] = torch.arange(rows.numel(), device=source.device)
-        self._subtrees = {name: self._make_subtrees(tree) for name, tree in trees.items()}
-        self._profiles: dict[tuple[str, int, float], RankProfile] = {}
+        self._subtrees: dict[str, Subtrees | None] = {}
+        self._profiles: dict[tuple[str, int, float, int, int], RankProfile] = {}
 
     def run(self, tolerance: float, global_rank: int | None, max_floats: int | None) -> BuildStart:
         """Choose what is left open, and prepare the build of it."""
-        self._grow_sample(_FIRST_COLUMNS if self._num_rows < _MANY_ROWS else _FIRST_COLUMNS // 2)
         if global_rank:
-            self._make_factor(min(self._num_rows, num_columns_for(global_rank)))
+            self._known.extend(min(self._num_rows, num_columns_for(global_rank)))
         if self._num_rows < 2:
             global_rank = 0
-        rank = None if global_rank is None else min(global_rank, self._known.factor.shape[1])
+        rank = None if global_rank is None else min(global_rank, self._known.rank)
         if rank is not None and len(self._trees) == len(self._leaf_sizes) == 1:
             if max_floats is None:
+                self._known.draw(_FIRST_COLUMNS, rank)
                 only = Candidate(rank, self._leaf_sizes[0], next(iter(self._trees)), 0)
                 return self._finish(None, only)
         if max_floats is not None:
@@ -167,23 +172,15 @@ class _Planner:
         plan = Plan(tolerance, self._source.shape[0], candidates[0], tuple(candidates[1:]))
         return self._finish(plan, candidates[0])
 
-    def _grow_sample(self, num_columns: int) -> None:
-        self._known.grow_sample(num_columns)
-        self._profiles.clear()
-
-    def _make_factor(self, width: int) -> None:
-        self._known.make_factor(width)
-        self._profiles = {key: value for key, value in self._profiles.items() if key[1] == 0}
-
     @property
     def _max_width(self) -> int:
-        """Largest number of columns of a sketch for a global part."""
+        """Largest number of directions of a global part."""
         return min(self._num_rows, max(_FIRST_WIDTH, self._known.affordable))
 
     @property
     def _max_columns(self) -> int:
         """Largest number of columns of a sample."""
-        return max(_FIRST_COLUMNS, min(_MAX_COLUMNS, self._known.affordable))
+        return max(_FIRST_COLUMNS, min(_MAX_COLUMNS, self._known.affordable_pool))
 
     def _choose_within(
         self, max_floats: int, least: float, rank: int | None
@@ -205,8 +202,8 @@ class _Planner:
             # A global part alone may as well use all of the storage.
             rank = max(0, max_floats - self._alone(0).floats) // self._num_rows
             if rank > best.global_rank:
-                self._make_factor(min(math.ceil(_USABLE * rank), self._max_width))
-            rank = min(rank, self._known.factor.shape[1])
+                self._known.extend(min(math.ceil(_AMPLE * rank), self._max_width))
+            rank = min(rank, self._known.rank)
             candidates[0] = self._alone(rank)
             tolerance = self._known.residual(rank)
         return candidates, tolerance
@@ -221,12 +218,12 @@ class _Planner:
         width = _FIRST_WIDTH
         while True:
             # A global part must not take more than the tree.
-            useful = math.ceil(_USABLE * candidates[0].floats / self._num_rows) + 1
+            useful = math.ceil(_AMPLE * candidates[0].floats / self._num_rows) + 1
             width = min(width, useful, self._max_width)
-            self._make_factor(width)
-            rank = self._known.factor.shape[1]
-            if rank < _FULL * width:
-                rank = int(self._known.rank_for(_ROUNDING * self._known.residual(rank), rank))
+            self._known.extend(width)
+            if self._known.is_exhausted:
+                rank = self._known.rank
+                rank = int(self._known.rank_for(_ROUNDING * self._known.residual(rank), rank)[0])
                 options = [*candidates, self._alone(rank)]
                 return sorted(options, key=lambda candidate: candidate.floats)
             if width == min(useful, self._max_width):
@@ -234,34 +231,72 @@ class _Planner:
             width *= 2
 
     def _choose(self, tolerance: float, rank: int | None) -> list[Candidate]:
-        """The best candidate for every global rank that was looked at, best first."""
+        """The best candidate for every global rank that was looked at, best first.
+
+        The global part grows as long as it may be better alone than the best candidate. What trees
+        take is estimated only where that can change the answer.
+        """
+        known, num_rows = self._known, self._num_rows
         if rank is not None:
             # If only orderings are compared, estimates may all be too small in the same way.
             return self._best_by_rank([rank], tolerance, patient=len(self._leaf_sizes) > 1)
-        candidates = self._best_by_rank([0], tolerance)
-        width = max(_FIRST_WIDTH, self._known.sketch[0].shape[1])
+        width = max(min(_FIRST_WIDTH, num_rows), known.width)
+        tree: Candidate | None = None  # the best without a global part
+        others: list[Candidate] = []
         while True:
-            # A global part alone must not take more than the best candidate so far.
-            useful = math.ceil(_USABLE * candidates[0].floats / self._num_rows) + 1
-            drawn = self._known.sketch[0].shape[1]
-            if width > drawn:
-                width = min(width, max(useful, drawn), self._max_width)
-                self._make_factor(width)
-            rank = self._known.factor.shape[1]
-            limit = min(int(width / _USABLE), rank)
-            is_last = width >= min(useful, self._max_width) or rank < _FULL * width
-            alone = self._known.rank_for(_SAFETY * tolerance, limit)
-            if is_last or not limit < alone < candidates[0].floats / self._num_rows:
-                ranks = {0, limit // 4, limit // 2, limit}
-                if alone <= limit:
-                    ranks = {rank for rank in ranks if rank < alone} | {int(alone)}
-                candidates = self._best_by_rank(sorted(ranks), tolerance)
-            best = candidates[0]
-            is_hopeful = limit < alone < best.floats / self._num_rows
-            if is_last or not (is_hopeful or (best.leaf_size and 2 * best.global_rank > limit)):
-                return candidates
-            factor = max(1.5, _USABLE * _BEYOND * alone / width) if is_hopeful else math.inf
-            width = math.ceil(min(factor, 3.0) * width)
+            known.extend(width)
+            limit = known.rank if known.is_exhausted else min(int(width / _USABLE), known.rank)
+            is_last = known.is_exhausted or width >= self._max_width
+            alone, likely = known.rank_for(_SAFETY * tolerance, limit)
+            found = self._alone(int(alone)) if alone <= limit else None
+            if found is not None and found.floats <= self._least_tree():
+                return [found, *others]
+            if tree is None:
+                tree = self._tree_alone(tolerance, alone * num_rows)
+                others = [tree]
+            if found is not None and found.floats <= _CLEAR * others[0].floats:
+                return [found, *others]
+            if limit < alone < others[0].floats / num_rows and not is_last:
+                step = min(max(1.5, _AMPLE * likely / width), _MAX_STEP)
+            else:
+                tree = self._tree_alone(tolerance, math.inf)
+                ranks = {rank for rank in (limit // 4, limit // 2, limit) if 0 < rank < alone}
+                others = self._best_by_rank(sorted(ranks), tolerance) if ranks else []
+                others.append(tree)
+                if found is not None:
+                    others.append(found)
+                others.sort(key=lambda candidate: candidate.floats)
+                best = others[0]
+                if is_last or not (best.leaf_size and 2 * best.global_rank > limit):
+                    return others
+                step = _MAX_STEP
+            width = min(math.ceil(step * width), self._max_width)
+            if width > known.affordable_pool:
+                known.keep_no_pool()
+
+    def _least_tree(self) -> float:
+        """Floats that the leaves of any tree take, whatever its ranks are."""
+        depths = [
+            self._depth(leaf_size, tree)
+            for leaf_size in self._leaf_sizes
+            for tree in self._trees.values()
+        ]
+        return self._num_rows**2 / float(2 ** max(depths))
+
+    def _tree_alone(self, tolerance: float, alone: float) -> Candidate:
+        """The best tree without a global part.
+
+        Args:
+            tolerance: relative error.
+            alone: floats of a global part alone. If a tree takes clearly more, as few columns as
+                there are tell so.
+        """
+        if self._known.num_columns(0) < _FIRST_COLUMNS:
+            found = self._best_by_rank([0], tolerance, patient=False)[0]
+            if alone <= _CLEAR * found.floats:
+                return found
+            self._known.draw(_FIRST_COLUMNS, 0)
+        return self._best_by_rank([0], tolerance)[0]
 
     def _best_by_rank(
         self, ranks: Sequence[int], tolerance: float, patient: bool = True
@@ -270,22 +305,26 @@ class _Planner:
 
         If it is ``patient``, the sample grows until the best estimate is certain.
         """
+        known = self._known
         while True:
             estimates = []
             for rank in ranks:
-                names = self._orderings(tolerance)
+                if rank and known.residual(rank) > _SAFETY * tolerance:
+                    known.draw(_FIRST_COLUMNS, rank)
+                names = self._orderings(tolerance, rank)
                 options = [self._best_leaves(name, rank, tolerance) for name in names]
                 estimates.append(min(options, key=lambda option: option[0].floats))
             estimates.sort(key=lambda option: option[0].floats)
-            is_certain = estimates[0][1]
-            if is_certain or not patient or self._known.num_columns >= self._max_columns:
+            best, is_certain = estimates[0]
+            num_columns = known.num_columns(best.global_rank)
+            if is_certain or not patient or num_columns >= self._max_columns:
                 return [candidate for candidate, _ in estimates]
-            self._grow_sample(min(2 * self._known.num_columns, self._max_columns))
+            known.draw(min(2 * num_columns, self._max_columns), best.global_rank)
 
-    def _orderings(self, tolerance: float) -> list[str]:
-        """The orderings to look at: once there is a global part, only the best without it."""
+    def _orderings(self, tolerance: float, rank: int) -> list[str]:
+        """The orderings to look at: beside a global part, only the best without it."""
         names = list(self._trees)
-        if len(names) == 1 or self._known.factor.shape[1] == 0:
+        if len(names) == 1 or rank == 0:
             return names
         return [min(names, key=lambda name: self._best_leaves(name, 0, tolerance)[0].floats)]
 
@@ -316,22 +355,24 @@ class _Planner:
 
     def _trial(self, name: str, rank: int, tolerance: float) -> RankProfile:
         """The ranks in a few subtrees of an ordering, beside a global part."""
-        if (name, rank, tolerance) not in self._profiles:
-            subtrees, known = self._subtrees[name], self._known
+        known = self._known
+        key = (name, rank, tolerance, known.num_columns(rank), known.width if rank else 0)
+        if key not in self._profiles:
+            if name not in self._subtrees:
+                self._subtrees[name] = self._make_subtrees(self._trees[name])
+            subtrees = self._subtrees[name]
             levels = []
             if subtrees is not None:
                 self._phases.describe(
                     f"planning: ranks for a relative error of {tolerance:.1e} beside a global part"
                     f" of rank {rank}"
                 )
-                factor = known.factor[:, :rank]
-                levels = subtrees.ranks(*known.sample, factor, tolerance, known.norm)
-            self._profiles[name, rank, tolerance] = self._profile(levels)
-        return self._profiles[name, rank, tolerance]
+                levels = subtrees.ranks(known, rank, tolerance)
+            self._profiles[key] = self._profile(levels, known.num_columns(rank))
+        return self._profiles[key]
 
-    def _profile(self, levels: list[TrialLevel]) -> RankProfile:
+    def _profile(self, levels: list[TrialLevel], num_columns: int) -> RankProfile:
         """How ranks grow, from the levels whose ranks are well below the number of columns."""
-        num_columns = self._known.num_columns
         known = [x for x in levels if num_columns_for(int(x.ranks.max())) <= num_columns]
         known = known if len(known) > 1 else levels[:2]
         ranks = [level.ranks.double() for level in known]
@@ -354,34 +395,43 @@ class _Planner:
 
     def _finish(self, plan: Plan | None, chosen: Candidate) -> BuildStart:
         """Everything that the build of a candidate starts from."""
-        known, part = self._known, None
-        factor = known.factor[:, : chosen.global_rank]
-        if chosen.global_rank:
-            rows, order = known.rows.sort()
-            part = GlobalPart(rows, factor[order])
-        share = known.residual(chosen.global_rank)
-        norm = known.norm / math.sqrt(known.num_columns)
+        known, part, rank = self._known, None, chosen.global_rank
+        if chosen.ordering == "none":
+            known.keep_no_pool()
+        share, norm = known.residual(rank), known.norm
+        factor = known.factor(rank)
+        if rank:
+            part = GlobalPart(known.rows, factor)
         if chosen.ordering == "none":
             # Leaves of one row and levels of rank 0 are a diagonal.
-            rows = known.rows.sort().values if chosen.leaf_size else known.rows[:0]
+            rows = known.rows if chosen.leaf_size else known.rows[:0]
             tree = ClusterTree(self._source.shape[0], rows, depth_for(rows.numel(), 1), "none")
-            return BuildStart(plan, tree, chosen.leaf_size, part, None, share, norm)
+            return BuildStart(plan, tree, chosen.leaf_size, part, None, None, share, norm)
         tree = self._trees[chosen.ordering]
         scores = {}
         if plan is not None and len(self._trees) > 1:
             wanted = plan.tolerance or _DEFAULT_TOLERANCE
-            for name in self._trees:
-                option, _ = self._best_leaves(name, chosen.global_rank, wanted)
+            for name in self._orderings(wanted, rank):
+                option, _ = self._best_leaves(name, rank, wanted)
                 scores[name] = float(option.floats)
         tree = replace(tree, depth=self._depth(chosen.leaf_size, tree), scores=scores)
-        inputs, outputs = known.sample
-        if part is None:
-            inputs, outputs = (
-                torch.cat(pair, 1) for pair in zip(known.sample, known.sketch, strict=True)
-            )
-        else:
-            outputs[:-1].addmm_(factor, factor.T @ inputs[:-1], alpha=-1)
         places = self._places[tree.permutation]
         places = torch.cat([places, places.new_full((1,), self._num_rows)])
-        sketch = (inputs.index_select(0, places), outputs.index_select(0, places))
-        return BuildStart(plan, tree, chosen.leaf_size, part, sketch, share, norm)
+
+        def ordered(columns: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            inputs, outputs = columns
+            if part is not None:
+                outputs = outputs.clone()
+                outputs[:-1].addmm_(factor, factor.T @ inputs[:-1], alpha=-1)
+            return inputs.index_select(0, places), outputs.index_select(0, places)
+
+        return BuildStart(
+            plan,
+            tree,
+            chosen.leaf_size,
+            part,
+            ordered(known.samples(rank)),
+            ordered(known.held_out),
+            share,
+            norm,
+        )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hcurv.hierarchical.building.error_budget import ErrorBudget
 from hcurv.hierarchical.building.level_step import choose_skeletons
+from hcurv.hierarchical.planning.sampled_matrix import SampledMatrix
 from hcurv.operators import EntrySource
 from hcurv.sources import blocks
 
@@ -63,27 +64,27 @@ class Subtrees:
         self._num_levels = (length // leaf_length).bit_length()
         self._blocks = blocks(source, self._leaves, self._leaves)
 
-    def ranks(
-        self, inputs: Tensor, outputs: Tensor, factor: Tensor, tolerance: float, norm: float
-    ) -> list[TrialLevel]:
+    def ranks(self, known: SampledMatrix, rank: int, tolerance: float) -> list[TrialLevel]:
         """Build the subtrees from the leaves up, and return the ranks of all levels.
 
         Args:
-            inputs: Ω, (rows + 1, s), in the order of ``places``.
-            outputs: HΩ.
-            factor: V of a global part, (rows, g), which is subtracted from the matrix.
+            known: random products, in the order of ``places``.
+            rank: rank of a global part, which is subtracted from the matrix.
             tolerance: relative error of the whole matrix.
-            norm: ‖HΩ‖_F, to which the tolerance is relative.
         """
-        num_rows = factor.shape[0]
+        inputs, outputs = known.columns(rank)
+        norm = known.norm * math.sqrt(inputs.shape[1])
+        num_rows = known.rows.numel()
         depth = max(1.0, math.log2(num_rows / self.leaf_length))
         budget = ErrorBudget(tolerance, depth)
         rows = self._leaves
         index = self._places[rows]
-        vectors, local = inputs[index], factor[index]
+        vectors = inputs[index]
         samples = torch.baddbmm(outputs[index], self._blocks, vectors, alpha=-1)
-        outside = factor.T @ inputs[:-1] - local.transpose(1, 2) @ vectors
-        samples.baddbmm_(local, outside, alpha=-1)
+        if rank:
+            local = known.factor_rows(index, rank)
+            outside = known.mix(inputs[:-1], rank) - local.transpose(1, 2) @ vectors
+            samples.baddbmm_(local, outside, alpha=-1)
         scales = torch.ones(rows.shape, dtype=samples.dtype, device=rows.device)
         present = torch.ones_like(rows, dtype=torch.bool)
         length, found = rows.shape[1], []
@@ -92,10 +93,10 @@ class Subtrees:
                 rows, present, scales = (_pair(part) for part in (rows, present, scales))
                 half = rows.shape[1] // 2
                 entries = blocks(self._source, rows[:, :half], rows[:, half:])
-                index = self._places[rows]
-                local = factor[index] * present[:, :, None]
+                if rank:
+                    local = known.factor_rows(self._places[rows], rank)
+                    entries.baddbmm_(local[:, :half], local[:, half:].transpose(1, 2), alpha=-1)
                 entries *= present[:, :half, None] & present[:, None, half:]
-                entries.baddbmm_(local[:, :half], local[:, half:].transpose(1, 2), alpha=-1)
                 samples, vectors = _pair(samples), _pair(vectors)
                 samples[:, :half].baddbmm_(entries, vectors[:, half:], alpha=-1)
                 samples[:, half:].baddbmm_(entries.transpose(1, 2), vectors[:, :half], alpha=-1)

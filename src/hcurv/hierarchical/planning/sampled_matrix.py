@@ -1,24 +1,40 @@
-"""Random products with a matrix and a global part made of them, from which plans are estimated."""
+"""Random products with a matrix, and a growing global part made of them.
+
+Products are drawn in three parts. A few are *held out*: errors are known from them. The others are
+a *pool*, from which the global part takes its directions, the oldest first. What it has not taken
+yet is *fresh*: it tells what the global part leaves, and serves a tree beside it.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from hcurv.hierarchical.building.phases import Phases
 from hcurv.hierarchical.building.sketch import random_products
-from hcurv.linalg.nystrom import nystrom_of_sketch, orthonormal
+from hcurv.linalg.growing_nystrom import GrowingNystrom
 from hcurv.memory import require_bytes
 from hcurv.operators import EntrySource
-from hcurv.sources import product
+from hcurv.sources import RootedSource, product
 
-__all__ = ["SampledMatrix"]
+__all__ = ["DEFAULT_WORKSPACE", "SampledMatrix"]
 
-# A sketch has at most a quarter of this many floats: 1 GB in single precision. A global part takes
-# four arrays of its size while it is computed.
-_MAX_FLOATS = 2**30
+# Bytes that products and global part may take, if nothing else is said.
+DEFAULT_WORKSPACE = 2**32
+
+# So many columns are held out: with a global part, its error is then known to a few per cent.
+_HELD_OUT = 16
+# Directions are multiplied in panels of so many floats (256 MB in single precision), but of at
+# least so many columns.
+_PANEL_FLOATS, _LEAST_PANEL = 2**26, 16
+# If fewer than this share of new directions are independent of the others, the global part spans
+# the range of the matrix.
+_FULL = 0.9
+
+Columns = tuple[Tensor, Tensor]
 
 
 class SampledMatrix:
@@ -26,60 +42,167 @@ class SampledMatrix:
 
     Args:
         source: the matrix, with a product.
-        rows: rows of it, in the order that vectors have here.
+        rows: rows of it, ascending; the others are zero.
         seed: seed of the random vectors.
         phases: where to count the time and show progress.
+        max_floats: number of floats that products and global part may take.
 
     Attributes:
         rows: as given.
-        sample: random vectors, (rows + 1, s), whose last row is zero, and their products. Ranks
-            and errors are estimated with them.
-        sketch: other random vectors and their products, from which the global part is made.
-        factor: V of the global part, (rows, g), orthogonal columns in the order of eigenvalues.
+        held_out: random vectors, (rows + 1, s), whose last row is zero, and their products.
+        is_exhausted: whether the global part spans the range of the matrix.
     """
 
-    def __init__(self, source: EntrySource, rows: Tensor, seed: int, phases: Phases) -> None:
+    def __init__(
+        self, source: EntrySource, rows: Tensor, seed: int, phases: Phases, max_floats: int
+    ) -> None:
         self._source, self.rows, self._phases = source, rows, phases
+        self._max_columns = max_floats // max(1, rows.numel())
         self._generator = torch.Generator(source.device).manual_seed(seed)
-        none = torch.zeros(rows.numel() + 1, 0, dtype=source.dtype, device=source.device)
-        self.sample = self.sketch = (none, none)
-        self.factor = none[:-1]
-        self._residuals: list[float] | None = None
+        self._pool: list[Columns] = []
+        self._num_taken = 0  # columns of the pool that the global part has taken
+        self._num_forgotten = 0  # columns of the pool that were taken and not kept
+        self._keeps_pool = True
+        root = source if isinstance(source, RootedSource) else None
+        self._root = root if root is not None and root.num_root_rows < rows.numel() else None
+        multiply: Callable[[Tensor], Tensor] = self._multiply
+        self._part = GrowingNystrom(multiply, is_root=self._root is not None)
+        self.is_exhausted = False
+        self._last: float | None = None  # mean of ‖(H − VVᵀ)ω‖² over held-out columns
+        self._tails: list[float] = []  # sums of the squares of the eigenvalues from a rank on
+        with phases.timed("samples"):
+            # A stream of their own, so that they do not depend on what else is drawn.
+            own = torch.Generator(source.device).manual_seed(seed + 1)
+            self.held_out = random_products(source, rows, _HELD_OUT, own)
 
     @property
-    def num_columns(self) -> int:
-        """Number of columns of the sample."""
-        return self.sample[0].shape[1]
+    def width(self) -> int:
+        """Number of directions that the global part is made of."""
+        return self._part.width
+
+    @property
+    def rank(self) -> int:
+        """Largest number of columns of the global part."""
+        return self._part.values.numel() if self.width else 0
 
     @property
     def affordable(self) -> int:
-        """Number of columns of a sketch that is not too large."""
-        return _MAX_FLOATS // (4 * max(1, self.rows.numel()))
+        """Number of directions of a global part that is not too large, without a pool.
 
-    def grow_sample(self, num_columns: int) -> None:
-        """Have at least so many columns in the sample."""
+        With it exist the products that it is made of, and its columns in the end.
+        """
+        arrays = 2 if self._root is not None else 3
+        return max(0, self._max_columns - 4 * _HELD_OUT) // arrays
+
+    @property
+    def affordable_pool(self) -> int:
+        """Number of columns of a pool that is not too large."""
+        return max(0, self._max_columns - 2 * _HELD_OUT) // 5
+
+    def draw(self, num_columns: int, rank: int) -> None:
+        """Have at least so many columns that are independent of a global part of some rank."""
+        missing = num_columns - self.num_columns(rank)
+        if missing <= 0:
+            return
         self._phases.describe(f"planning: {num_columns} random products")
         with self._phases.timed("samples"):
-            self.sample = self._draw(self.sample, num_columns)
-        self._residuals = None
+            self._pool.append(self._draw(missing))
 
-    def make_factor(self, width: int) -> None:
-        """Make a global part, nearly the best of its rank, from a sketch of ``width`` columns.
+    def keep_no_pool(self) -> None:
+        """Forget the columns that were taken, and do not keep those that will be."""
+        self._keeps_pool = False
+        self._forget_taken()
 
-        A basis of HΩ is multiplied by H once more. From these products follow eigenvalues and
-        eigenvectors (Nyström), whose remainder is positive semi-definite.
+    def extend(self, width: int) -> None:
+        """Make the global part of at least ``width`` directions, if the matrix has so many.
+
+        A direction is H times a random vector. It is multiplied by H once more, which makes the
+        global part nearly the best of its rank (Nyström; what is left is positive semi-definite).
         """
-        self._require_memory(4 * width, f"a global part from a sketch of {width} columns")
+        if width <= self.width or self.is_exhausted:
+            return
+        self._require_memory(width)
         self._phases.describe(f"planning: global part from {width} random products")
+        panel = max(_LEAST_PANEL, _PANEL_FLOATS // (2 * max(1, self.rows.numel())))
         with self._phases.timed("global part"):
-            self.sketch = self._draw(self.sketch, width)
-            start = orthonormal(self.sketch[1][:-1, :width], rounds=1)
-            whole = start.new_zeros(self._source.shape[0], start.shape[1])
-            whole.index_copy_(0, self.rows, start)
-            products = product(self._source, whole)
-            values, vectors = nystrom_of_sketch(start, products.index_select(0, self.rows))
-            self.factor = vectors * values.sqrt()
-        self._residuals = None
+            while self.width < width and not self.is_exhausted:
+                taken = self._take(min(panel, width - self.width))
+                if self._root is not None:
+                    taken = self._root.root_product(self._whole(taken))
+                added = self._part.extend(taken)
+                self.is_exhausted = added < _FULL * taken.shape[1]
+        self._last = None
+
+    def _take(self, count: int) -> Tensor:
+        """H times the oldest fresh columns of the pool, at most ``count`` of them, as a copy."""
+        if self._num_taken == self._num_drawn:
+            drawn = self._draw(count)
+            if not self._keeps_pool:
+                self._num_taken += count
+                self._num_forgotten += count
+                return drawn[1][:-1]
+            self._pool.append(drawn)
+        start = self._num_forgotten
+        for _, products in self._pool:
+            stop = start + products.shape[1]
+            if self._num_taken < stop:
+                first = self._num_taken - start
+                taken = products[:-1, first : first + count].clone()
+                self._num_taken += taken.shape[1]
+                if not self._keeps_pool:
+                    self._forget_taken()
+                return taken
+            start = stop
+        raise AssertionError("the pool has fresh columns")
+
+    def _forget_taken(self) -> None:
+        while self._pool and self._num_forgotten + self._pool[0][0].shape[1] <= self._num_taken:
+            self._num_forgotten += self._pool.pop(0)[0].shape[1]
+
+    def columns(self, rank: int) -> Columns:
+        """All columns that are independent of a global part of some rank, and their products.
+
+        All columns are independent of no global part.
+        """
+        return _joined([self.held_out, *self._since(0 if rank == 0 else self._num_taken)])
+
+    def samples(self, rank: int) -> Columns:
+        """The same without those that are held out."""
+        parts = self._since(0 if rank == 0 else self._num_taken)
+        return _joined(parts) if parts else (self.held_out[0][:, :0], self.held_out[1][:, :0])
+
+    def num_columns(self, rank: int) -> int:
+        """How many columns are independent of a global part of some rank."""
+        first = self._num_forgotten if rank == 0 else self._num_taken
+        return _HELD_OUT + self._num_drawn - first
+
+    def _since(self, first: int) -> list[Columns]:
+        """The parts of the pool from a column on."""
+        start, found = self._num_forgotten, []
+        for inputs, products in self._pool:
+            skip = min(max(0, first - start), inputs.shape[1])
+            if skip < inputs.shape[1]:
+                found.append((inputs[:, skip:], products[:, skip:]))
+            start += inputs.shape[1]
+        return found
+
+    @property
+    def _num_drawn(self) -> int:
+        return self._num_forgotten + sum(inputs.shape[1] for inputs, _ in self._pool)
+
+    def factor(self, rank: int) -> Tensor:
+        """V with ``rank`` columns, (rows, rank)."""
+        if rank == 0:
+            return self.held_out[0][:-1, :0]
+        return self._part.factor(rank)
+
+    def factor_rows(self, index: Tensor, rank: int) -> Tensor:
+        """Some rows of V with ``rank`` columns, by their places among the rows, (…, rank)."""
+        return self._part.rows(index, rank)
+
+    def mix(self, columns: Tensor, rank: int) -> Tensor:
+        """Vᵀ times columns (rows, k), for V with ``rank`` columns."""
+        return self._part.mix(columns, rank)
 
     def residual(self, rank: int) -> float:
         """‖H − VVᵀ‖_F/‖H‖_F for V with ``rank`` columns; 1 for a matrix of zeros."""
@@ -88,29 +211,33 @@ class SampledMatrix:
 
     @property
     def norm(self) -> float:
-        """‖H‖_F, times the root of the number of columns of the sample."""
+        """‖H‖_F."""
         return math.sqrt(self._squared_residual(0))
 
     def _squared_residual(self, rank: int) -> float:
-        """‖H − VVᵀ‖_F² for V with ``rank`` columns, times the number of columns of the sample.
+        """‖H − VVᵀ‖_F² for V with ``rank`` columns.
 
         It is computed from eigenvalues as far as they are known, and the rest is estimated with
-        the sample. The sample alone would be uncertain where few eigenvalues make up most of the
+        held-out columns. These alone would be uncertain where few eigenvalues make up most of the
         matrix.
         """
-        if self._residuals is None:
-            inputs, outputs = (part[:-1] for part in self.sample)
-            rest = torch.addmm(outputs, self.factor, self.factor.T @ inputs, alpha=-1)
-            last = float(torch.linalg.vector_norm(rest, dtype=torch.float64).square())
-            values = torch.linalg.vector_norm(self.factor, dim=0, dtype=torch.float64).square()
-            sums = values.square().flip(0).cumsum(0).flip(0) * self.num_columns + last
-            self._residuals = [*sums.tolist(), last]
-        return self._residuals[rank]
+        if self._last is None:
+            inputs, products = (part[:-1] for part in self.held_out)
+            self._tails = [0.0]
+            if self.width:
+                products = self._part.remainder(inputs, products)
+                self._tails = [*self._part.values.square().flip(0).cumsum(0).flip(0).tolist(), 0.0]
+            norm = torch.linalg.vector_norm(products, dtype=torch.float64)
+            self._last = float(norm.square()) / _HELD_OUT
+        return self._tails[rank] + self._last
 
-    def rank_for(self, tolerance: float, limit: int) -> float:
+    def rank_for(self, tolerance: float, limit: int) -> tuple[float, float]:
         """How many columns of V leave a residual of no more than the tolerance.
 
-        If that is more than ``limit``, the residual is assumed to go on falling exponentially.
+        Returns:
+            A number and a cautious estimate of it. They are equal if it is no more than ``limit``.
+            Beyond it, the residual is assumed to go on falling exponentially; for the cautious
+            estimate, more slowly than that, and faster than a power of the rank.
         """
         if self.residual(limit) <= tolerance:
             low, high = 0, limit
@@ -119,25 +246,50 @@ class SampledMatrix:
                 low, high = (
                     (low, middle) if self.residual(middle) <= tolerance else (middle + 1, high)
                 )
-            return float(low)
+            return float(low), float(low)
         if limit < 2:
-            return math.inf
+            return math.inf, math.inf
         half, whole = self.residual(limit // 2), self.residual(limit)
-        rate = math.log(half / whole) / (limit - limit // 2)
-        return limit + math.log(whole / tolerance) / rate if rate > 0 else math.inf
+        rate, wanted = math.log(half / whole), math.log(whole / tolerance)
+        if rate <= 0:
+            return math.inf, math.inf
+        exponential = limit + (limit - limit // 2) * wanted / rate
+        power = limit * math.exp(min(wanted / rate * math.log(limit / (limit // 2)), 50.0))
+        return exponential, math.sqrt(exponential * power)
 
-    def _draw(self, known: tuple[Tensor, Tensor], num_columns: int) -> tuple[Tensor, Tensor]:
-        missing = num_columns - known[0].shape[1]
-        if missing <= 0:
-            return known
-        self._require_memory(2 * (num_columns + missing), f"a sketch of {num_columns} columns")
-        new = random_products(self._source, self.rows, missing, self._generator)
-        return torch.cat([known[0], new[0]], 1), torch.cat([known[1], new[1]], 1)
+    def _multiply(self, directions: Tensor) -> Tensor:
+        if self._root is not None:
+            return self._kept(self._root.root_transposed(directions))
+        return self._kept(product(self._source, self._whole(directions)))
 
-    def _require_memory(self, num_columns: int, what: str) -> None:
+    def _whole(self, columns: Tensor) -> Tensor:
+        """Columns with all rows of the matrix."""
+        size = self._source.shape[0]
+        if self.rows.numel() == size:
+            return columns
+        return columns.new_zeros(size, columns.shape[1]).index_copy_(0, self.rows, columns)
+
+    def _kept(self, columns: Tensor) -> Tensor:
+        if self.rows.numel() == columns.shape[0]:
+            return columns
+        return columns.index_select(0, self.rows)
+
+    def _draw(self, num_columns: int) -> Columns:
+        self._require_memory(self.width + num_columns)
+        return random_products(self._source, self.rows, num_columns, self._generator)
+
+    def _require_memory(self, width: int) -> None:
         require_bytes(
-            num_columns * self.rows.numel() * self._source.dtype.itemsize,
+            3 * max(0, width - self.width) * self.rows.numel() * self._source.dtype.itemsize,
             self._source.device,
-            what,
+            f"a sketch of {width} columns",
             ("choose global_rank, leaf_size and ordering yourself", "use float32"),
         )
+
+
+def _joined(parts: list[Columns]) -> Columns:
+    """Columns side by side."""
+    if len(parts) == 1:
+        return parts[0]
+    first, second = zip(*parts, strict=True)
+    return torch.cat(first, 1), torch.cat(second, 1)

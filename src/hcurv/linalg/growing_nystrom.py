@@ -1,0 +1,189 @@
+"""Leading eigenpairs of a positive semi-definite H from a basis that grows, and is never rebuilt.
+
+With a basis Q and Y = HQ, Nyström's approximation Y T⁻¹ Yᵀ, T = QᵀY, is at most H. With a root S of
+H = SᵀS and a basis Q of the range of S, it is Y = SᵀQ and T = QᵀQ. In both cases it does not depend
+on the choice of the basis, so that Q has to be well conditioned, not orthonormal. New directions
+are made orthogonal to the old ones; T and YᵀY grow by blocks. With T = LLᵀ, the eigenvectors of
+L⁻¹ YᵀY L⁻ᵀ give those of the approximation (Tropp, Yurtsever, Udell, Cevher 2017).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hcurv.linalg.nystrom import double_gram, orthonormal, whitening
+
+__all__ = ["GrowingNystrom"]
+
+# Directions that are smaller than this multiple of the rounding of what they are left of are none.
+_ROUNDING = 8.0
+# A Cholesky factorization that fails in floating point is tried with a shift larger by this factor.
+_SHIFT_STEP = 10.0
+
+
+class GrowingNystrom:
+    """Nyström's approximation V Vᵀ of a matrix, for a growing basis.
+
+    Args:
+        multiply: Y from new directions (M', k): (M, k).
+        is_root: whether ``multiply`` is Sᵀ, not H.
+    """
+
+    def __init__(self, multiply: Callable[[Tensor], Tensor], is_root: bool = False) -> None:
+        self._multiply, self._is_root = multiply, is_root
+        self._basis: list[Tensor] = []  # Q
+        self._images: list[Tensor] = []  # Y
+        self._core = torch.zeros(0, 0, dtype=torch.float64)  # T
+        self._gram = torch.zeros(0, 0, dtype=torch.float64)  # YᵀY
+        self._shift = 0.0
+        self._spectrum: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def width(self) -> int:
+        """The number of directions."""
+        return self._core.shape[0]
+
+    def extend(self, columns: Tensor) -> int:
+        """Add the directions of some columns that are new; return how many.
+
+        Args:
+            columns: (M', k). They are overwritten.
+        """
+        fresh = self._new_directions(columns)
+        count = fresh.shape[1]
+        if count == 0:
+            return 0
+        images = self._multiply(fresh)
+        if not self._is_root:
+            if not self._basis:
+                # A small shift of H makes T positive definite in floating point.
+                norm = float(torch.linalg.vector_norm(images))
+                self._shift = 1.5 * torch.finfo(images.dtype).eps * norm
+            images.add_(fresh, alpha=self._shift)
+        self._basis.append(fresh)
+        self._images.append(images)
+        right = fresh if self._is_root else images
+        self._core = _bordered(self._core, [(left.T @ right).double() for left in self._basis])
+        if images.dtype != torch.float64:
+            self._gram = _bordered(self._gram, [double_gram(left, images) for left in self._images])
+        self._spectrum = None
+        return count
+
+    def _new_directions(self, columns: Tensor) -> Tensor:
+        """A well-conditioned basis of what the basis leaves of some columns."""
+        eps = torch.finfo(columns.dtype).eps
+        before = torch.linalg.vector_norm(columns, dim=0)
+        after = before
+        if self._basis:
+            for _ in range(2):
+                for block in self._basis:
+                    columns.addmm_(block, block.T @ columns, alpha=-1)
+                after = torch.linalg.vector_norm(columns, dim=0)
+                if bool((after >= math.sqrt(eps) * before).all()):
+                    break
+        keep = after > _ROUNDING * eps * before
+        if not bool(keep.any()):
+            return columns[:, :0]
+        if not bool(keep.all()):
+            columns, before, after = columns[:, keep], before[keep], after[keep]
+        rounding = _ROUNDING * eps * float((before / after).max())
+        if columns.dtype == torch.float64:
+            return orthonormal(columns, negligible=rounding)
+        gram = double_gram(columns, columns)
+        norms = gram.diagonal().sqrt()
+        mixing = whitening(gram / norms / norms[:, None], rounding**2) / norms[:, None]
+        return columns @ mixing.to(columns.dtype)
+
+    def _solved(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues of the approximation, descending, and M with V = Y M."""
+        if self._spectrum is None:
+            factor = _cholesky(self._core, self._shift)
+            if self._images[0].dtype == torch.float64:
+                # The squares in YᵀY would halve the number of digits.
+                whole = torch.cat(self._images, 1)
+                whole = torch.linalg.solve_triangular(factor.T, whole, upper=True, left=False)
+                triangle = torch.linalg.qr(whole, mode="r").R
+                _, roots, rotation = torch.linalg.svd(triangle, full_matrices=False)
+                values, rotation = roots.square(), rotation.T
+            else:
+                inner = torch.linalg.solve_triangular(factor, self._gram, upper=False)
+                inner = torch.linalg.solve_triangular(factor, inner.T, upper=False)
+                values, rotation = torch.linalg.eigh((inner + inner.T) / 2)
+                values, rotation = values.flip(0), rotation.flip(1)
+            keep = values > self._shift
+            values, rotation = values[keep], rotation[:, keep]
+            # Take the shift off again.
+            rotation = rotation * ((values - self._shift) / values).sqrt()
+            mixing = torch.linalg.solve_triangular(factor.T, rotation, upper=True)
+            self._spectrum = values - self._shift, mixing
+        return self._spectrum
+
+    @property
+    def values(self) -> Tensor:
+        """Eigenvalues of the approximation, descending, in double precision."""
+        return self._solved()[0]
+
+    def rows(self, index: Tensor, rank: int) -> Tensor:
+        """Some rows of V with ``rank`` columns, (…, rank)."""
+        found = torch.cat([block[index] for block in self._images], -1)
+        return found @ self._mixing(rank, found)
+
+    def mix(self, columns: Tensor, rank: int) -> Tensor:
+        """Vᵀ times (M, k), for V with ``rank`` columns."""
+        mixed = torch.cat([block.T @ columns for block in self._images])
+        return self._mixing(rank, mixed).T @ mixed
+
+    def remainder(self, columns: Tensor, products: Tensor) -> Tensor:
+        """HX − V VᵀX for all of V, from columns X and their products HX."""
+        mixing = self._mixing(self.values.numel(), columns)
+        coefficients = mixing @ self.mix(columns, mixing.shape[1])
+        result = products.clone()
+        start = 0
+        for block in self._images:
+            stop = start + block.shape[1]
+            result.addmm_(block, coefficients[start:stop], alpha=-1)
+            start = stop
+        return result
+
+    def factor(self, rank: int) -> Tensor:
+        """V, (M, rank): orthogonal columns in the order of eigenvalues."""
+        first = self._images[0]
+        mixing = self._mixing(rank, first)
+        result = first @ mixing[: first.shape[1]]
+        start = first.shape[1]
+        for block in self._images[1:]:
+            stop = start + block.shape[1]
+            result.addmm_(block, mixing[start:stop])
+            start = stop
+        return result
+
+    def _mixing(self, rank: int, like: Tensor) -> Tensor:
+        return self._solved()[1][:, :rank].to(like)
+
+
+def _bordered(known: Tensor, column: list[Tensor]) -> Tensor:
+    """A symmetric matrix with another block column, and the row that mirrors it."""
+    size = known.shape[0]
+    border = torch.cat(column)
+    corner = border[size:]
+    result = border.new_empty(border.shape[0], border.shape[0])
+    result[:size, :size] = known
+    result[:size, size:] = border[:size]
+    result[size:, :size] = border[:size].T
+    result[size:, size:] = (corner + corner.T) / 2
+    return result
+
+
+def _cholesky(core: Tensor, shift: float) -> Tensor:
+    """The Cholesky factor of a matrix that is definite up to rounding."""
+    factor, failed = torch.linalg.cholesky_ex(core)
+    while bool(failed):
+        shift = max(shift, torch.finfo(torch.float64).tiny) * _SHIFT_STEP
+        shifted = core.clone()
+        shifted.diagonal().add_(shift)
+        factor, failed = torch.linalg.cholesky_ex(shifted)
+    return factor  # type: ignore[no-any-return]
