@@ -80,7 +80,7 @@ class TreeSolves:
         else:
             result = torch.empty_like(rhs)
         step = max(1, _COLUMN_FLOATS // (kept.numel() + 1))
-        for start in range(0, rhs.shape[1], step):
+        for start in range(0, rhs.shape[1] if kept.numel() else 0, step):
             columns = slice(start, start + step)
             inputs = rhs.new_zeros(kept.numel() + 1, rhs[:, columns].shape[1])
             torch.index_select(rhs[:, columns], 0, kept, out=inputs[:-1])
