@@ -17,8 +17,8 @@ from hcurv.damping import Damping, DampingLike, DeviceLike, as_damping
 from hcurv.factorized import Factorized, check_float_type
 from hcurv.indexing import check_count, check_seed
 from hcurv.layout import layout_of
-from hcurv.linalg.tall_factors import by_columns
 from hcurv.linalg.nystrom import double_gram, leading, nystrom, orthonormal
+from hcurv.linalg.tall_factors import by_columns
 from hcurv.memory import require_bytes
 from hcurv.operators import SymmetricOperator
 

@@ -55,17 +55,15 @@ class VectorProduct:
     Attributes:
         bounds: where the vectors of the levels begin in the flat vector, and where the last ends.
         steps: the bases, from the leaves up to the level below `top`.
-        diagonal: leaves, if they are small, of the flat vector.
-        upper: couplings and near field above the diagonal, of the flat vector.
-        large: large ones of these, or None.
+        small: small couplings, blocks of the near field and leaves, of the flat vector.
+        large: large couplings and blocks of the near field above the diagonal, or None.
         leaves: all leaves, if they are large, with rows of the flat vector; or None.
         top: everything above the last step as a dense matrix, or None.
     """
 
     bounds: tuple[int, ...]
     steps: tuple[BasisStep, ...]
-    diagonal: SparseMatrix
-    upper: SparseMatrix
+    small: SparseMatrix
     large: DenseBlocks | None
     leaves: LeafBlocks | None
     top: Tensor | None
@@ -80,30 +78,25 @@ class VectorProduct:
         flat[-1] = 0.0
         values = flat.numpy()
         for number, step in enumerate(self.steps):
-            below, here = values[bounds[number] : bounds[number + 1]], number + 1
-            values[bounds[here] : bounds[here + 1]] = step.small.transposed_times(below)
-            if step.large is not None:
-                own = flat[bounds[number] : bounds[here]].index_select(0, step.large.rows)
-                part = flat[bounds[here] : bounds[here + 1]]
-                part.index_add_(0, step.large.cols, step.large.transposed_times(own))
+            low, high, end = bounds[number : number + 3]
+            values[high:end] = step.small.transposed_times(values[low:high])
+            if (large := step.large) is not None:
+                own = flat[low:high].index_select(0, large.rows)
+                flat[high:end].index_add_(0, large.cols, large.transposed_times(own))
         outputs = self._across(flat, values)
         results = outputs.numpy()
         for number in reversed(range(len(self.steps))):
-            step, low, high = self.steps[number], bounds[number], bounds[number + 1]
-            here = results[high : bounds[number + 2]]
-            results[low:high] += step.small.times(here)
-            if step.large is not None:
-                own = outputs[high : bounds[number + 2]].index_select(0, step.large.cols)
-                outputs[low:high].index_add_(0, step.large.rows, step.large.times(own))
+            step = self.steps[number]
+            low, high, end = bounds[number : number + 3]
+            results[low:high] += step.small.times(results[high:end])
+            if (large := step.large) is not None:
+                own = outputs[high:end].index_select(0, large.cols)
+                outputs[low:high].index_add_(0, large.rows, large.times(own))
         return outputs[: bounds[1]]
 
     def _across(self, flat: Tensor, values: Any) -> Tensor:
         """Multiply the vectors of all levels by leaves, near field and couplings."""
-        found = self.upper.times(values)
-        found += self.upper.transposed_times(values)
-        if self.leaves is None:
-            found += self.diagonal.times(values)
-        outputs = torch.from_numpy(found)
+        outputs = torch.from_numpy(self.small.times(values))
         if self.large is not None:
             rows, cols = self.large.rows, self.large.cols
             found_rows, found_cols = self.large.both_times(
@@ -139,34 +132,35 @@ def make_vector_product(matrix: HMatrix) -> VectorProduct | None:
         kept = tree.permutation
         dense[kept[:, None], kept] = matrix._apply(identity)[:-1]
         empty = SparseEntries((0, 0)).matrix(matrix.dtype)
-        return VectorProduct((0, size), (), empty, empty, None, None, dense)
+        return VectorProduct((0, size), (), empty, None, None, dense)
     if _num_entries(matrix, top) > MAX_ENTRIES:
         return None
     sizes = sizes[: top + 1]
     bounds = [0, *torch.tensor(sizes).cumsum(0).tolist()]
     total = bounds[-1] + 1
     steps = tuple(_basis_step(matrix, number, sizes) for number in range(len(sizes) - 1))
-    upper, large = SparseEntries((total, total)), []
+    small, large = SparseEntries((total, total)), []
     for coupling, number in _couplings(matrix, top):
-        where = (tree.num_kept, tree.permutation) if number == 0 else (sizes[number], None)
+        count, places = (sizes[number], None) if number else (tree.num_kept, tree.permutation)
         left, right = (
-            places_of(index, *where, bounds[number]) for index in (coupling.left, coupling.right)
+            places_of(index, count, places, bounds[number])
+            for index in (coupling.left, coupling.right)
         )
         if coupling.values[0].numel() >= _LARGE:
             large += list(zip(left, right, coupling.values, strict=True))
         else:
-            upper.add(left, right, coupling.values)
-    diagonal, leaves = SparseEntries((total, total)), None
+            small.add(left, right, coupling.values)
+            small.add(right, left, coupling.values.transpose(1, 2))
+    leaves = None
     rows = places_of(matrix.leaves.rows, tree.num_kept, tree.permutation)
     if matrix.leaves.values.shape[1] ** 2 >= _LARGE_LEAF:
         leaves = LeafBlocks(rows.masked_fill(rows < 0, total - 1), matrix.leaves.values)
     else:
-        diagonal.add(rows, rows, matrix.leaves.values)
+        small.add(rows, rows, matrix.leaves.values)
     return VectorProduct(
         tuple(bounds),
         steps,
-        diagonal.matrix(matrix.dtype),
-        upper.matrix(matrix.dtype),
+        small.matrix(matrix.dtype),
         DenseBlocks.of(large),
         leaves,
         _top(matrix, top) if top <= len(matrix.levels) else None,
@@ -177,7 +171,7 @@ def _num_entries(matrix: HMatrix, top: int) -> int:
     """The number of entries that would be copied into sparse matrices, with padding."""
     couplings = [*matrix.near, *(c for level in matrix.levels[:top] for c in level.couplings)]
     blocks = [basis.weights for level in matrix.levels[:top] for basis in level.bases]
-    blocks += [coupling.values for coupling in couplings]
+    blocks += 2 * [coupling.values for coupling in couplings]
     total = sum(values.numel() for values in blocks if values[0].numel() < _LARGE)
     leaves = matrix.leaves.values
     return total + (leaves.numel() if leaves.shape[1] ** 2 < _LARGE_LEAF else 0)

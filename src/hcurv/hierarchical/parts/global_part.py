@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from hcurv.indexing import Index, resolve_indices
-from hcurv.linalg.tall_factors import by_columns
 from hcurv.linalg.nystrom import double_gram, orthonormal
+from hcurv.linalg.tall_factors import by_columns
 from hcurv.operators import EntryOperator, EntrySource
 from hcurv.sources import blocks, has_product, structural_orders
 

@@ -1,4 +1,4 @@
-"""What one vector is multiplied by: few sparse matrices for small blocks, and large blocks as views.
+"""What multiplies one vector: few sparse matrices of small blocks, and large blocks as views.
 
 A tree holds many small blocks of many shapes. For many columns they are multiplied in batches, but
 for one vector nearly all of the time would go into calling these batches. Here small blocks are
@@ -147,7 +147,6 @@ class DenseBlocks:
             torch.mv(block.T, own, out=out)
         return result
 
-
     def both_times(self, at_rows: Tensor, at_cols: Tensor) -> tuple[Tensor, Tensor]:
         """Return the blocks times ``at_cols`` and their transposes times ``at_rows``.
 
@@ -181,9 +180,7 @@ def top_number(sizes: Sequence[int]) -> int:
     return min(small, default=len(sizes))
 
 
-def places_of(
-    index: Tensor, size: int, places: Tensor | None = None, start: int = 0
-) -> Tensor:
+def places_of(index: Tensor, size: int, places: Tensor | None = None, start: int = 0) -> Tensor:
     """Return positions in a flat vector, and −1 for padding.
 
     Args:

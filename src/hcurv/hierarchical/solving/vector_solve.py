@@ -266,10 +266,10 @@ class _StepMaker:
         weights, root, cross = (DenseBlocks.of(kept) for kept in self._large)
         large = None
         if weights is not None and root is not None and cross is not None:
-            large = LargeNodes(weights, root, cross, torch.cat(self._signs) if self._signs else None)
-        return SolveStep(
-            self._weights.matrix(self._dtype), self._basis.matrix(self._dtype), large
-        )
+            large = LargeNodes(
+                weights, root, cross, torch.cat(self._signs) if self._signs else None
+            )
+        return SolveStep(self._weights.matrix(self._dtype), self._basis.matrix(self._dtype), large)
 
 
 def _is_large(node: Elimination) -> bool:
