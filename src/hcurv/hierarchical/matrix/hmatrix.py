@@ -45,6 +45,9 @@ _COLUMN_FLOATS = 2**23
 class HMatrix(EntryOperator):
     """A compressed symmetric matrix. Made by `hcurv.compress`; immutable.
 
+    The first product with a single vector copies small blocks of the tree into a few sparse
+    matrices, which later ones use: see `parts.vector_steps`. `nbytes` does not count these copies.
+
     Attributes:
         tree: order and clusters of the rows.
         leaves: diagonal blocks.

@@ -96,11 +96,15 @@ class DenseBlocks:
 
     Attributes:
         blocks: views of what the tree stores, (m, r) each.
+        transposed: the same views, transposed.
         rows: positions of the rows of all blocks, one after the other.
         cols: positions of their columns.
+        num_rows: number of rows of each block.
+        num_cols: number of its columns.
     """
 
     blocks: tuple[Tensor, ...]
+    transposed: tuple[Tensor, ...]
     rows: Tensor
     cols: Tensor
     num_rows: tuple[int, ...]
@@ -121,6 +125,7 @@ class DenseBlocks:
         all_rows, all_cols, blocks = zip(*found, strict=True)
         return cls(
             tuple(blocks),
+            tuple(block.T for block in blocks),
             torch.cat(all_rows),
             torch.cat(all_cols),
             tuple(len(rows) for rows in all_rows),
@@ -141,10 +146,10 @@ class DenseBlocks:
         """Return the transposed blocks times the values at `rows`, for `cols`."""
         result = values.new_empty(self.cols.numel())
         parts = zip(
-            self.blocks, values.split(self.num_rows), result.split(self.num_cols), strict=True
+            self.transposed, values.split(self.num_rows), result.split(self.num_cols), strict=True
         )
         for block, own, out in parts:
-            torch.mv(block.T, own, out=out)
+            torch.mv(block, own, out=out)
         return result
 
     def both_times(self, at_rows: Tensor, at_cols: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,15 +160,16 @@ class DenseBlocks:
         for_rows, for_cols = torch.empty_like(at_rows), torch.empty_like(at_cols)
         parts = zip(
             self.blocks,
+            self.transposed,
             at_rows.split(self.num_rows),
             at_cols.split(self.num_cols),
             for_rows.split(self.num_rows),
             for_cols.split(self.num_cols),
             strict=True,
         )
-        for block, left, right, left_out, right_out in parts:
+        for block, transposed, left, right, left_out, right_out in parts:
             torch.mv(block, right, out=left_out)
-            torch.mv(block.T, left, out=right_out)
+            torch.mv(transposed, left, out=right_out)
         return for_rows, for_cols
 
 
