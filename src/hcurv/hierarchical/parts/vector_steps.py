@@ -27,7 +27,7 @@ __all__ = [
     "top_number",
 ]
 
-# Small blocks are copied only if they have at most this many entries, which take 16 MB in single
+# Small blocks are copied only if they have at most this many entries, which take 17 MB in single
 # precision. In larger trees batches are large, so that calling them costs little.
 MAX_ENTRIES = 2**21
 # All levels of a tree above some level are one dense matrix if it has at most this many floats.
