@@ -18,6 +18,7 @@ from hcurv.factorized import Factorized, check_float_type
 from hcurv.indexing import check_count, check_seed
 from hcurv.layout import layout_of
 from hcurv.linalg.nystrom import double_gram, leading, nystrom, orthonormal
+from hcurv.linalg.tall_factors import by_columns
 from hcurv.memory import require_bytes
 from hcurv.operators import SymmetricOperator
 
@@ -92,7 +93,7 @@ class LowRank(SymmetricOperator):
                 values, vectors = _jacobian(source, start, power_iterations)
         rank = min(rank, int((values > 0).sum()))
         self.values = values[:rank]
-        self.vectors = vectors[:, :rank].contiguous()
+        self.vectors = by_columns(vectors[:, :rank])
 
     def __repr__(self) -> str:
         """Size and rank in one line."""
@@ -172,7 +173,7 @@ class LowRankFactorization(Factorized):
 
     def __init__(self, basis: Tensor, shares: Tensor, damping: Damping) -> None:
         super().__init__(damping)
-        self._basis, self._shares = basis, shares
+        self._basis, self._shares = by_columns(basis), shares
         self._roots = damping.diagonal(basis.shape[0], basis.device).rsqrt()
 
     @property

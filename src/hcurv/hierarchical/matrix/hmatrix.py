@@ -9,6 +9,7 @@ A global part V Vᵀ of low rank may come on top; the rest is then the tree's.
 
 from __future__ import annotations
 
+from functools import cached_property
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from hcurv.damping import DampingLike, DeviceLike, as_damping
 from hcurv.factorized import check_float_type
 from hcurv.hierarchical.matrix import elements
 from hcurv.hierarchical.matrix.build_record import BuildRecord
+from hcurv.hierarchical.matrix.vector_product import VectorProduct, make_vector_product
 from hcurv.hierarchical.parts.global_part import GlobalPart
 from hcurv.hierarchical.parts.levels import Coupling, LeafBlocks, Level
 from hcurv.hierarchical.parts.nested_tensors import map_tensors, tensors_of
@@ -42,6 +44,9 @@ _COLUMN_FLOATS = 2**23
 
 class HMatrix(EntryOperator):
     """A compressed symmetric matrix. Made by `hcurv.compress`; immutable.
+
+    The first product with a single vector copies small blocks of the tree into a few sparse
+    matrices, which later ones use: see `parts.vector_steps`. `nbytes` does not count these copies.
 
     Attributes:
         tree: order and clusters of the rows.
@@ -174,16 +179,29 @@ class HMatrix(EntryOperator):
         return tuple(level.ranks for level in reversed(self.levels))
 
     def _matmat(self, rhs: Tensor) -> Tensor:
+        if rhs.shape[1] == 1 and self._vector_product is not None:
+            result = self._vector_product.apply(rhs[:, 0])[:, None]
+        else:
+            result = self._tree_product(rhs)
+        if self.global_part is not None:
+            self.global_part.add_product(rhs, result)
+        return result
+
+    @cached_property
+    def _vector_product(self) -> VectorProduct | None:
+        """How one vector is multiplied by the tree; None if as many vectors are."""
+        return make_vector_product(self)
+
+    def _tree_product(self, rhs: Tensor) -> Tensor:
+        """Multiply by what the tree stores, some columns at a time."""
         result = torch.zeros_like(rhs, memory_format=torch.contiguous_format)
         kept = self.tree.permutation
         step = max(1, _COLUMN_FLOATS // (kept.numel() + 1))
-        for start in range(0, rhs.shape[1], step):
+        for start in range(0, rhs.shape[1] if kept.numel() else 0, step):
             columns = slice(start, start + step)
             inputs = rhs.new_zeros(kept.numel() + 1, rhs[:, columns].shape[1])
             torch.index_select(rhs[:, columns], 0, kept, out=inputs[:-1])
             result[:, columns].index_copy_(0, kept, self._apply(inputs)[:-1])
-        if self.global_part is not None:
-            self.global_part.add_product(rhs, result)
         return result
 
     def _apply(self, inputs: Tensor) -> Tensor:

@@ -21,10 +21,30 @@ from torch import Tensor
 
 from hcurv.indexing import Index, resolve_indices
 from hcurv.linalg.nystrom import double_gram, orthonormal
+from hcurv.linalg.tall_factors import by_columns
 from hcurv.operators import EntryOperator, EntrySource
 from hcurv.sources import blocks, has_product, structural_orders
 
 __all__ = ["GlobalPart", "GlobalUpdate", "Remainder", "make_update"]
+
+
+def take(vectors: Tensor, rows: Tensor) -> Tensor:
+    """Return rows of ``vectors`` (N, k). All of them are the vectors themselves."""
+    if rows.numel() == vectors.shape[0]:
+        return vectors
+    if vectors.shape[1] == 1:  # torch takes numbers from a vector faster than rows from a matrix
+        return vectors[:, 0].index_select(0, rows)[:, None]
+    return vectors.index_select(0, rows)
+
+
+def add_factor(
+    outputs: Tensor, rows: Tensor, factor: Tensor, mixed: Tensor, scale: float = 1.0
+) -> None:
+    """Add a factor (k, g) times ``mixed`` (g, c), scaled, to rows (k,) of ``outputs`` (N, c)."""
+    if rows.numel() == outputs.shape[0]:
+        outputs.addmm_(factor, mixed, alpha=scale)
+    else:
+        outputs.index_add_(0, rows, factor @ mixed, alpha=scale)
 
 
 @dataclass(frozen=True)
@@ -33,11 +53,15 @@ class GlobalPart:
 
     Attributes:
         rows: rows of the matrix that V has, ascending, (k,); the others are zero.
-        factor: V, (k, g).
+        factor: V, (k, g), given in any memory layout, and kept as `by_columns` says.
     """
 
     rows: Tensor
     factor: Tensor
+
+    def __post_init__(self) -> None:
+        """Bring the factor into the layout in which products are fast."""
+        object.__setattr__(self, "factor", by_columns(self.factor))
 
     @property
     def rank(self) -> int:
@@ -51,13 +75,8 @@ class GlobalPart:
 
     def add_product(self, inputs: Tensor, outputs: Tensor, scale: float = 1.0) -> None:
         """Add V Vᵀ, scaled, times ``inputs`` (N, k) to ``outputs``."""
-        whole = self.rows.numel() == inputs.shape[0]
-        own = inputs if whole else inputs.index_select(0, self.rows)
-        mixed = self.factor.T @ own
-        if whole:
-            outputs.addmm_(self.factor, mixed, alpha=scale)
-        else:
-            outputs.index_add_(0, self.rows, self.factor @ mixed, alpha=scale)
+        mixed = self.factor.T @ take(inputs, self.rows)
+        add_factor(outputs, self.rows, self.factor, mixed, scale)
 
     def diagonal(self, size: int) -> Tensor:
         """Return the diagonal of V Vᵀ, (size,)."""
@@ -70,12 +89,15 @@ class GlobalPart:
         if self.rows.numel() == 0:
             return self.factor.new_zeros(*index.shape, self.rank)
         places = torch.searchsorted(self.rows, index).clamp_(max=self.rows.numel() - 1)
-        found = self.factor.index_select(0, places.reshape(-1)).view(*index.shape, self.rank)
+        found = self.factor.T.index_select(1, places.reshape(-1)).T.view(*index.shape, self.rank)
         return found.mul_((self.rows[places] == index)[..., None])
 
     def whole(self, size: int) -> Tensor:
         """Return V with all rows of the matrix, (size, g)."""
-        return self.factor.new_zeros(size, self.rank).index_copy_(0, self.rows, self.factor)
+        factor = self.factor.contiguous()
+        if self.rows.numel() == size:
+            return factor if factor is not self.factor else factor.clone()
+        return factor.new_zeros(size, self.rank).index_copy_(0, self.rows, factor)
 
 
 class Remainder(EntryOperator):
@@ -149,7 +171,8 @@ class GlobalUpdate:
 
     Attributes:
         rows: rows of the matrix that the basis has, (k,).
-        basis: Q, or W made so that C⁻¹ is diagonal with entries ±1, (k, g).
+        basis: Q, or W made so that C⁻¹ is diagonal with entries ±1, (k, g), kept as `by_columns`
+            says.
         values: σ, or these signs, (g,), double precision.
         between: whether it belongs between the halves of a solve.
     """
@@ -158,6 +181,10 @@ class GlobalUpdate:
     basis: Tensor
     values: Tensor
     between: bool
+
+    def __post_init__(self) -> None:
+        """Bring the basis into the layout in which products are fast."""
+        object.__setattr__(self, "basis", by_columns(self.basis))
 
     @property
     def num_stored(self) -> int:
@@ -174,14 +201,15 @@ class GlobalUpdate:
 
     def correct(self, rhs: Tensor, solved: Tensor) -> Tensor:
         """From F b to (F − W C⁻¹ Wᵀ) b, for ``rhs`` b; ``solved`` is changed."""
-        part = self._scaled(rhs, -self.values)
-        return solved.index_add_(0, self.rows, self.basis @ part)
+        add_factor(solved, self.rows, self.basis, self._scaled(rhs, -self.values))
+        return solved
 
     def _change(self, vectors: Tensor, values: Tensor) -> Tensor:
-        return vectors.index_add_(0, self.rows, self.basis @ self._scaled(vectors, values))
+        add_factor(vectors, self.rows, self.basis, self._scaled(vectors, values))
+        return vectors
 
     def _scaled(self, vectors: Tensor, values: Tensor) -> Tensor:
-        mixed = self.basis.T @ vectors.index_select(0, self.rows)
+        mixed = self.basis.T @ take(vectors, self.rows)
         return mixed * values.to(mixed.dtype)[:, None]
 
 

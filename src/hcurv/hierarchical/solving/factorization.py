@@ -33,6 +33,8 @@ class Factorization(Factorized):
     """(A + D)⁻¹ as a matrix: ``F @ b`` solves. Made by `HMatrix.factorize`; immutable.
 
     `solve` and `logdet` pass gradients on to a damping (and right-hand side) that requires them.
+    The first solve for a single vector copies small blocks into a few sparse matrices, as the first
+    product of an `HMatrix` does.
 
     Attributes:
         tree: order and clusters of the rows.

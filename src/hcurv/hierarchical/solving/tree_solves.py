@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from hcurv.damping import Damping
 from hcurv.hierarchical.solving.elimination import LevelFactor
 from hcurv.hierarchical.solving.inverse_blocks import inverse_diagonal
+from hcurv.hierarchical.solving.vector_solve import VectorSolve, make_vector_solve
 from hcurv.hierarchical.tree.cluster_tree import ClusterTree
 
 __all__ = ["TreeSolves"]
@@ -42,15 +44,29 @@ class TreeSolves:
 
     def solve(self, rhs: Tensor) -> Tensor:
         """(A₀ + D)⁻¹ times (N, k)."""
+        if (one := self._one_vector(rhs)) is not None:
+            return one.solve(rhs[:, 0])[:, None]
         return self._by_columns(rhs, self._both, -1.0)
 
     def half(self, rhs: Tensor) -> Tensor:
         """G times (N, k)."""
+        if (one := self._one_vector(rhs)) is not None:
+            return one.half(rhs[:, 0])[:, None]
         return self._by_columns(rhs, self._half, -0.5)
 
     def half_transposed(self, rhs: Tensor) -> Tensor:
         """Gᵀ times (N, k)."""
+        if (one := self._one_vector(rhs)) is not None:
+            return one.half_transposed(rhs[:, 0])[:, None]
         return self._by_columns(rhs, self._up, -0.5)
+
+    def _one_vector(self, rhs: Tensor) -> VectorSolve | None:
+        """How to solve for one vector; None if there are more, or if batches do this as fast."""
+        return self._vector_solve if rhs.shape[1] == 1 else None
+
+    @cached_property
+    def _vector_solve(self) -> VectorSolve | None:
+        return make_vector_solve(self)
 
     def diagonal(self) -> Tensor:
         """The diagonal of (A₀ + D)⁻¹, (N,), in double precision."""
@@ -80,7 +96,7 @@ class TreeSolves:
         else:
             result = torch.empty_like(rhs)
         step = max(1, _COLUMN_FLOATS // (kept.numel() + 1))
-        for start in range(0, rhs.shape[1], step):
+        for start in range(0, rhs.shape[1] if kept.numel() else 0, step):
             columns = slice(start, start + step)
             inputs = rhs.new_zeros(kept.numel() + 1, rhs[:, columns].shape[1])
             torch.index_select(rhs[:, columns], 0, kept, out=inputs[:-1])

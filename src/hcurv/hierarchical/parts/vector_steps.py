@@ -1,0 +1,200 @@
+"""What multiplies one vector: few sparse matrices of small blocks, and large blocks as views.
+
+A tree holds many small blocks of many shapes. For many columns they are multiplied in batches, but
+for one vector nearly all of the time would go into calling these batches. Here small blocks are
+copied, without padding, into one sparse matrix for each step, which costs an index of four bytes
+for each float. Blocks that are large enough to be worth a call of their own stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.sparse import csr_array
+from torch import Tensor
+
+__all__ = [
+    "MAX_ENTRIES",
+    "MAX_TOP_FLOATS",
+    "DenseBlocks",
+    "SparseEntries",
+    "SparseMatrix",
+    "places_of",
+    "top_number",
+]
+
+# Small blocks are copied only if they have at most this many entries, which take 17 MB in single
+# precision. In larger trees batches are large, so that calling them costs little.
+MAX_ENTRIES = 2**21
+# All levels of a tree above some level are one dense matrix if it has at most this many floats.
+MAX_TOP_FLOATS = 2**17
+
+
+@dataclass(frozen=True)
+class SparseMatrix:
+    """A sparse matrix of SciPy's, with its transpose, which shares its memory."""
+
+    rows: Any
+    cols: Any
+
+    @property
+    def num_entries(self) -> int:
+        """Number of stored entries."""
+        return int(self.rows.nnz)
+
+    def times(self, vector: np.ndarray) -> np.ndarray:
+        """Return the product with a vector."""
+        result: np.ndarray = self.rows @ vector
+        return result
+
+    def transposed_times(self, vector: np.ndarray) -> np.ndarray:
+        """Return the product of the transpose with a vector."""
+        result: np.ndarray = self.cols @ vector
+        return result
+
+
+@dataclass
+class SparseEntries:
+    """Entries of a sparse matrix that is put together block by block.
+
+    Attributes:
+        shape: of the matrix.
+        parts: rows, columns and values of some entries.
+    """
+
+    shape: tuple[int, int]
+    parts: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+
+    def add(self, rows: Tensor, cols: Tensor, values: Tensor) -> None:
+        """Add blocks (B, m, r) at rows (B, m) and columns (B, r); −1 marks padding."""
+        rows, cols = rows[:, :, None].expand_as(values), cols[:, None, :].expand_as(values)
+        # Zeros are left out, and subnormal numbers with them, because these are slow.
+        kept = (rows >= 0) & (cols >= 0) & ~(values.abs() < torch.finfo(values.dtype).tiny)
+        self.parts.append((rows[kept].int(), cols[kept].int(), values[kept]))
+
+    def add_identity(self, rows: Tensor, cols: Tensor, dtype: torch.dtype) -> None:
+        """Add ones at some rows and columns, both of any shape; −1 marks padding."""
+        rows, cols = rows[rows >= 0], cols[cols >= 0]
+        ones = torch.ones(rows.numel(), dtype=dtype, device=rows.device)
+        self.parts.append((rows.int(), cols.int(), ones))
+
+    def matrix(self, dtype: torch.dtype) -> SparseMatrix:
+        """Return the matrix."""
+        empty = torch.zeros(0, dtype=torch.int32)
+        parts = self.parts or [(empty, empty, torch.zeros(0, dtype=dtype))]
+        rows, cols, values = (torch.cat(part).numpy() for part in zip(*parts, strict=True))
+        found = csr_array((values, (rows, cols)), shape=self.shape)
+        return SparseMatrix(found, found.T)
+
+
+@dataclass(frozen=True)
+class DenseBlocks:
+    """A few large blocks, each multiplied by itself.
+
+    Attributes:
+        blocks: views of what the tree stores, (m, r) each.
+        transposed: the same views, transposed.
+        rows: positions of the rows of all blocks, one after the other.
+        cols: positions of their columns.
+        num_rows: number of rows of each block.
+        num_cols: number of its columns.
+    """
+
+    blocks: tuple[Tensor, ...]
+    transposed: tuple[Tensor, ...]
+    rows: Tensor
+    cols: Tensor
+    num_rows: tuple[int, ...]
+    num_cols: tuple[int, ...]
+
+    @classmethod
+    def of(cls, triples: Iterable[tuple[Tensor, Tensor, Tensor]]) -> DenseBlocks | None:
+        """Return blocks from (rows, columns, padded block) of each; None for no blocks.
+
+        The padding of rows and columns, −1, comes last.
+        """
+        found = []
+        for rows, cols, values in triples:
+            own_rows, own_cols = rows[rows >= 0], cols[cols >= 0]
+            found.append((own_rows, own_cols, values[: own_rows.numel(), : own_cols.numel()]))
+        if not found:
+            return None
+        all_rows, all_cols, blocks = zip(*found, strict=True)
+        return cls(
+            tuple(blocks),
+            tuple(block.T for block in blocks),
+            torch.cat(all_rows),
+            torch.cat(all_cols),
+            tuple(len(rows) for rows in all_rows),
+            tuple(len(cols) for cols in all_cols),
+        )
+
+    def times(self, values: Tensor) -> Tensor:
+        """Return the blocks times the values at `cols`, for `rows`."""
+        result = values.new_empty(self.rows.numel())
+        parts = zip(
+            self.blocks, values.split(self.num_cols), result.split(self.num_rows), strict=True
+        )
+        for block, own, out in parts:
+            torch.mv(block, own, out=out)
+        return result
+
+    def transposed_times(self, values: Tensor) -> Tensor:
+        """Return the transposed blocks times the values at `rows`, for `cols`."""
+        result = values.new_empty(self.cols.numel())
+        parts = zip(
+            self.transposed, values.split(self.num_rows), result.split(self.num_cols), strict=True
+        )
+        for block, own, out in parts:
+            torch.mv(block, own, out=out)
+        return result
+
+    def both_times(self, at_rows: Tensor, at_cols: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the blocks times ``at_cols`` and their transposes times ``at_rows``.
+
+        Both products of a block follow each other, so that it is read from memory once.
+        """
+        for_rows, for_cols = torch.empty_like(at_rows), torch.empty_like(at_cols)
+        parts = zip(
+            self.blocks,
+            self.transposed,
+            at_rows.split(self.num_rows),
+            at_cols.split(self.num_cols),
+            for_rows.split(self.num_rows),
+            for_cols.split(self.num_cols),
+            strict=True,
+        )
+        for block, transposed, left, right, left_out, right_out in parts:
+            torch.mv(block, right, out=left_out)
+            torch.mv(transposed, left, out=right_out)
+        return for_rows, for_cols
+
+
+def top_number(sizes: Sequence[int]) -> int:
+    """Return the number of the lowest level from which on all levels are one small dense matrix.
+
+    Args:
+        sizes: rows of a vector on each level, from the lowest up.
+
+    Returns:
+        A position in ``sizes``, or their number if the vectors of all levels are too long.
+    """
+    small = [number for number, size in enumerate(sizes) if size**2 <= MAX_TOP_FLOATS]
+    return min(small, default=len(sizes))
+
+
+def places_of(index: Tensor, size: int, places: Tensor | None = None, start: int = 0) -> Tensor:
+    """Return positions in a flat vector, and −1 for padding.
+
+    Args:
+        index: positions in the vector of a level, of any shape; ``size`` marks padding.
+        size: number of rows of that vector.
+        places: where each of these rows lies; None where they lie one after the other.
+        start: where that vector begins in the flat vector.
+    """
+    found = index if places is None else places[index.clamp(max=size - 1)]
+    return (found + start).masked_fill_(index >= size, -1)
