@@ -100,6 +100,8 @@ class GrowingNystrom:
 
     def _solved(self) -> tuple[Tensor, Tensor]:
         """Eigenvalues of the approximation, descending, and M with V = Y M."""
+        if not self._images:
+            return self._core.new_zeros(0), self._core
         if self._spectrum is None:
             factor = _cholesky(self._core, self._shift)
             if self._images[0].dtype == torch.float64:

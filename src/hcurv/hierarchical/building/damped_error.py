@@ -99,14 +99,14 @@ def _norm_of_columns(source: EntrySource, diagonal: Tensor, seed: int) -> float:
 
 
 def estimate_damped_error(
-    matrix: HMatrix, rest: EntrySource, sampler: Sampler, damping: float, seed: int
+    matrix: HMatrix, rest: EntrySource, sampler: Sampler | None, damping: float, seed: int
 ) -> DampedError | None:
     """Estimate E with probes that the build did not use; None if A + λI is not definite.
 
     Args:
         matrix: A, with its global part V Vᵀ.
         rest: H − V Vᵀ.
-        sampler: has held-out columns, for a rest without products.
+        sampler: has held-out columns, for a rest without products; else None.
         damping: λ.
         seed: seed of the probes.
     """
@@ -123,6 +123,7 @@ def estimate_damped_error(
     else:
         # Only multiples x of unit vectors with Σ x xᵀ ≈ I have known products. Scaled by the roots
         # of the diagonal of (A + λI)⁻¹ they stand for probes whose entries are independent.
+        assert sampler is not None
         columns, products = sampler.held_out()
         places = columns.abs().argmax(0)
         scales = factors.inverse_diagonal()[places].clamp(min=0.0).sqrt()

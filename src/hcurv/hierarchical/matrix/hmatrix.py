@@ -28,9 +28,9 @@ from hcurv.hierarchical.parts.plan import Plan
 from hcurv.hierarchical.solving.factorization import Factorization, factorize
 from hcurv.hierarchical.solving.trust import warn_of_roughness
 from hcurv.hierarchical.tree.cluster_tree import ClusterTree
-from hcurv.indexing import Index, Indices, resolve_indices, resolve_pairs
+from hcurv.indexing import Index, Indices, check_seed, resolve_indices, resolve_pairs
 from hcurv.layout import ParameterLayout
-from hcurv.operators import EntryOperator
+from hcurv.operators import EntryOperator, EntrySource
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -335,6 +335,36 @@ class HMatrix(EntryOperator):
             True
         """
         return self._with(leaves=leaves)
+
+    def with_parts(self, **parts: Any) -> HMatrix:
+        """Return this matrix with other parts, by the names that the constructor takes."""
+        return self._with(**parts)
+
+    def refresh(self, matrix: EntrySource | Tensor, seed: int = 0) -> HMatrix:
+        """Return another matrix in the form of this one: same tree, ranks and skeletons.
+
+        For a matrix that has changed a little, a training step later or on another batch, this is
+        much cheaper than `compress`: entries, and a product for each column of the global part.
+
+        Args:
+            matrix: the new matrix, of the same shape and type, with products.
+            seed: seed of the probes that estimate the error.
+
+        Warns:
+            CompressionWarning: the error is more than twice the one before.
+
+        Examples:
+            >>> with torch.no_grad():
+            ...     for parameter in model.parameters():
+            ...         parameter *= 1.01
+            >>> H_new = hcurv.GaussNewton(model, loss, (inputs, targets))
+            >>> hcurv.compress(H, tolerance=1e-2).refresh(H_new).estimated_error < 2e-2
+            True
+        """
+        from hcurv.hierarchical.building.refresh import refresh
+
+        with torch.no_grad():
+            return refresh(self, matrix, check_seed(seed))
 
     def with_layout(self, layout: ParameterLayout | None) -> HMatrix:
         """Return this matrix with names for its rows, which a damping by names needs.

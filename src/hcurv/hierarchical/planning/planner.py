@@ -44,6 +44,9 @@ _FIRST_WIDTH = 32
 _AMPLE, _USABLE = 1.25, 1.15
 # From one step to the next, the directions grow at most by this factor.
 _MAX_STEP = 3.0
+# A global part alone that takes no more than so many times the floats of the smallest leaves is not
+# compared with trees, which would take longer than making it.
+_SMALL = 2.5
 # A global part alone that takes no more than this share of the floats of a tree alone is better
 # than any of both together.
 _CLEAR = 0.8
@@ -249,7 +252,7 @@ class _Planner:
             is_last = known.is_exhausted or width >= self._max_width
             alone, likely = known.rank_for(_SAFETY * tolerance, limit)
             found = self._alone(int(alone)) if alone <= limit else None
-            if found is not None and found.floats <= self._least_tree():
+            if found is not None and found.floats <= _SMALL * self._least_tree():
                 return [found, *others]
             if tree is None:
                 tree = self._tree_alone(tolerance, alone * num_rows)

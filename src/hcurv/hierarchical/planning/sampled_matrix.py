@@ -131,7 +131,8 @@ class SampledMatrix:
                     taken = self._root.root_product(self._whole(taken))
                 added = self._part.extend(taken)
                 self.is_exhausted = added < _FULL * taken.shape[1]
-        self._last = None
+            self._last = None
+            self.residual(0)
 
     def _take(self, count: int) -> Tensor:
         """H times the oldest fresh columns of the pool, at most ``count`` of them, as a copy."""
