@@ -21,8 +21,6 @@ __all__ = ["GrowingNystrom"]
 
 # Directions that are smaller than this multiple of the rounding of what they are left of are none.
 _ROUNDING = 8.0
-# A Cholesky factorization that fails in floating point is tried with a shift larger by this factor.
-_SHIFT_STEP = 10.0
 
 
 class GrowingNystrom:
@@ -41,11 +39,29 @@ class GrowingNystrom:
         self._gram = torch.zeros(0, 0, dtype=torch.float64)  # YᵀY
         self._shift = 0.0
         self._spectrum: tuple[Tensor, Tensor] | None = None
+        self._num_passed_on = 0  # images that were given out as further directions
 
     @property
     def width(self) -> int:
         """The number of directions."""
         return self._core.shape[0]
+
+    @property
+    def num_images(self) -> int:
+        """Number of images Y that were not given out yet."""
+        return self.width - self._num_passed_on
+
+    def images(self, count: int) -> Tensor:
+        """The next images Y, at most ``count``, as a copy: directions of a Krylov space."""
+        start = 0
+        for block in self._images:
+            first = self._num_passed_on - start
+            if first < block.shape[1]:
+                found = block[:, first : first + count].clone()
+                self._num_passed_on += found.shape[1]
+                return found
+            start += block.shape[1]
+        raise ValueError("all images were given out")
 
     def extend(self, columns: Tensor) -> int:
         """Add the directions of some columns that are new; return how many.
@@ -90,7 +106,7 @@ class GrowingNystrom:
             return columns[:, :0]
         if not bool(keep.all()):
             columns, before, after = columns[:, keep], before[keep], after[keep]
-        rounding = _ROUNDING * eps * float((before / after).max())
+        rounding = _ROUNDING * eps * float((before / after).median())
         if columns.dtype == torch.float64:
             return orthonormal(columns, negligible=rounding)
         gram = double_gram(columns, columns)
@@ -103,26 +119,34 @@ class GrowingNystrom:
         if not self._images:
             return self._core.new_zeros(0), self._core
         if self._spectrum is None:
-            factor = _cholesky(self._core, self._shift)
+            white = self._whitening()
             if self._images[0].dtype == torch.float64:
                 # The squares in YᵀY would halve the number of digits.
-                whole = torch.cat(self._images, 1)
-                whole = torch.linalg.solve_triangular(factor.T, whole, upper=True, left=False)
-                triangle = torch.linalg.qr(whole, mode="r").R
+                triangle = torch.linalg.qr(torch.cat(self._images, 1) @ white, mode="r").R
                 _, roots, rotation = torch.linalg.svd(triangle, full_matrices=False)
                 values, rotation = roots.square(), rotation.T
             else:
-                inner = torch.linalg.solve_triangular(factor, self._gram, upper=False)
-                inner = torch.linalg.solve_triangular(factor, inner.T, upper=False)
+                inner = white.T @ self._gram @ white
                 values, rotation = torch.linalg.eigh((inner + inner.T) / 2)
                 values, rotation = values.flip(0), rotation.flip(1)
             keep = values > self._shift
             values, rotation = values[keep], rotation[:, keep]
             # Take the shift off again.
             rotation = rotation * ((values - self._shift) / values).sqrt()
-            mixing = torch.linalg.solve_triangular(factor.T, rotation, upper=True)
-            self._spectrum = values - self._shift, mixing
+            self._spectrum = values - self._shift, white @ rotation
         return self._spectrum
+
+    def _whitening(self) -> Tensor:
+        """W with WᵀTW = I, without directions in which T is rounding."""
+        factor, failed = torch.linalg.cholesky_ex(self._core)
+        if not bool(failed):
+            identity = torch.eye(self.width, dtype=factor.dtype, device=factor.device)
+            white: Tensor = torch.linalg.solve_triangular(factor.T, identity, upper=True)
+            return white
+        values, vectors = torch.linalg.eigh(self._core)
+        keep = values > max(0.25 * self._shift, torch.finfo(values.dtype).eps * float(values[-1]))
+        white = vectors[:, keep] * values[keep].rsqrt()
+        return white
 
     @property
     def values(self) -> Tensor:
@@ -178,14 +202,3 @@ def _bordered(known: Tensor, column: list[Tensor]) -> Tensor:
     result[size:, :size] = border[:size].T
     result[size:, size:] = (corner + corner.T) / 2
     return result
-
-
-def _cholesky(core: Tensor, shift: float) -> Tensor:
-    """The Cholesky factor of a matrix that is definite up to rounding."""
-    factor, failed = torch.linalg.cholesky_ex(core)
-    while bool(failed):
-        shift = max(shift, torch.finfo(torch.float64).tiny) * _SHIFT_STEP
-        shifted = core.clone()
-        shifted.diagonal().add_(shift)
-        factor, failed = torch.linalg.cholesky_ex(shifted)
-    return factor  # type: ignore[no-any-return]

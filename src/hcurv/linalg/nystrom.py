@@ -64,17 +64,17 @@ def whitening(gram: Tensor, negligible: float = 0.0) -> Tensor:
 
     Args:
         gram: a Gram matrix, (k, k).
-        negligible: eigenvalues below this share of the largest count as zero.
+        negligible: eigenvalues below this count as zero.
     """
-    safe = max(_SAFE, gram.shape[0] * negligible)
     factor, failed = torch.linalg.cholesky_ex(gram)
     sizes = factor.diagonal().square()
-    if gram.shape[0] and not bool(failed) and bool(sizes.min() > safe * sizes.max()):
+    least = max(_SAFE * float(sizes.max()), 10 * negligible) if gram.shape[0] else 0.0
+    if gram.shape[0] and not bool(failed) and bool(sizes.min() > least):
         identity = torch.eye(gram.shape[0], dtype=gram.dtype, device=gram.device)
         inverse: Tensor = torch.linalg.solve_triangular(factor.T, identity, upper=True)
         return inverse
     values, vectors = torch.linalg.eigh(gram)
-    keep = values > max(_DEPENDENT, negligible) * values[-1:]
+    keep = (values > _DEPENDENT * values[-1:]) & (values > negligible)
     mixing: Tensor = vectors[:, keep] * values[keep].rsqrt()
     return mixing
 

@@ -49,7 +49,7 @@ _MAX_STEP = 3.0
 _SMALL = 2.5
 # A global part alone that takes no more than this share of the floats of a tree alone is better
 # than any of both together.
-_CLEAR = 0.8
+_CLEAR = 0.85
 # An error that was measured on a sample has to be below this share of the tolerance.
 _SAFETY = 0.97
 # The tolerance that a number of floats allows is found in at most six steps, to 5 % of the floats.
@@ -152,6 +152,10 @@ class _Planner:
         self._places = rows.new_full((source.shape[0],), -1)  # of rows in the sample
         self._places[rows] = torch.arange(rows.numel(), device=source.device)
         self._subtrees: dict[str, Subtrees | None] = {}
+        # The best tree without a global part for a tolerance, where it is certain.
+        self._certain_trees: dict[float, Candidate] = {}
+        # Floats of the last estimate for an ordering and a global rank.
+        self._tree_floats: dict[tuple[str, int], int] = {}
         self._profiles: dict[tuple[str, int, float, int, int], RankProfile] = {}
 
     def run(self, tolerance: float, global_rank: int | None, max_floats: int | None) -> BuildStart:
@@ -226,7 +230,7 @@ class _Planner:
             self._known.extend(width)
             if self._known.is_exhausted:
                 rank = self._known.rank
-                rank = int(self._known.rank_for(_ROUNDING * self._known.residual(rank), rank)[0])
+                rank = int(self._known.rank_for(_ROUNDING * self._known.residual(rank), rank))
                 options = [*candidates, self._alone(rank)]
                 return sorted(options, key=lambda candidate: candidate.floats)
             if width == min(useful, self._max_width):
@@ -250,25 +254,25 @@ class _Planner:
             known.extend(width)
             limit = known.rank if known.is_exhausted else min(int(width / _USABLE), known.rank)
             is_last = known.is_exhausted or width >= self._max_width
-            alone, likely = known.rank_for(_SAFETY * tolerance, limit)
+            alone = known.rank_for(_SAFETY * tolerance, limit)
             found = self._alone(int(alone)) if alone <= limit else None
             if found is not None and found.floats <= _SMALL * self._least_tree():
                 return [found, *others]
             if tree is None:
                 tree = self._tree_alone(tolerance, alone * num_rows)
                 others = [tree]
+            elif others == [tree] and alone * num_rows > _CLEAR * tree.floats:
+                # There are more columns now, which may tell more.
+                tree = self._tree_alone(tolerance, 0.0)
+                others = [tree]
             if found is not None and found.floats <= _CLEAR * others[0].floats:
                 return [found, *others]
             if limit < alone < others[0].floats / num_rows and not is_last:
-                step = min(max(1.5, _AMPLE * likely / width), _MAX_STEP)
+                step = min(max(1.5, _AMPLE * alone / width), _MAX_STEP)
             else:
                 tree = self._tree_alone(tolerance, math.inf)
-                ranks = {rank for rank in (limit // 4, limit // 2, limit) if 0 < rank < alone}
-                others = self._best_by_rank(sorted(ranks), tolerance) if ranks else []
-                others.append(tree)
-                if found is not None:
-                    others.append(found)
-                others.sort(key=lambda candidate: candidate.floats)
+                others = [tree] if found is None else [tree, found]
+                others = self._with_both(others, tolerance, limit)
                 best = others[0]
                 if is_last or not (best.leaf_size and 2 * best.global_rank > limit):
                     return others
@@ -276,6 +280,24 @@ class _Planner:
             width = min(math.ceil(step * width), self._max_width)
             if width > known.affordable_pool:
                 known.keep_no_pool()
+
+    def _with_both(self, others: list[Candidate], tolerance: float, limit: int) -> list[Candidate]:
+        """Other candidates, and those of a tree beside a global part, best first.
+
+        More global ranks are tried only if the first of them is better than all others.
+        """
+        best = min(candidate.floats for candidate in others)
+        most = min(limit, int((best - self._least_tree()) / self._num_rows))
+        for share in (4, 2, 1):
+            rank = most // share
+            if rank == 0:
+                continue
+            (candidate,) = self._best_by_rank([rank], tolerance, patient=False)
+            others.append(candidate)
+            if candidate.floats > best:
+                break
+            best = candidate.floats
+        return sorted(others, key=lambda candidate: candidate.floats)
 
     def _least_tree(self) -> float:
         """Floats that the leaves of any tree take, whatever its ranks are."""
@@ -294,11 +316,15 @@ class _Planner:
             alone: floats of a global part alone. If a tree takes clearly more, as few columns as
                 there are tell so.
         """
-        if self._known.num_columns(0) < _FIRST_COLUMNS:
-            found = self._best_by_rank([0], tolerance, patient=False)[0]
-            if alone <= _CLEAR * found.floats:
-                return found
-            self._known.draw(_FIRST_COLUMNS, 0)
+        known = self._known
+        if tolerance in self._certain_trees:
+            return self._certain_trees[tolerance]
+        # A global part of that rank would need these columns anyway.
+        known.draw(int(min(_FIRST_COLUMNS, alone / self._num_rows)), 0)
+        found = self._best_by_rank([0], tolerance, patient=False)[0]
+        if alone <= _CLEAR * found.floats:
+            return found
+        known.draw(_FIRST_COLUMNS, 0)
         return self._best_by_rank([0], tolerance)[0]
 
     def _best_by_rank(
@@ -308,28 +334,43 @@ class _Planner:
 
         If it is ``patient``, the sample grows until the best estimate is certain.
         """
-        known = self._known
+        known, names = self._known, list(self._trees)
         while True:
             estimates = []
             for rank in ranks:
                 if rank and known.residual(rank) > _SAFETY * tolerance:
                     known.draw(_FIRST_COLUMNS, rank)
-                names = self._orderings(tolerance, rank)
-                options = [self._best_leaves(name, rank, tolerance) for name in names]
+                options = []
+                for name in names if rank == 0 else self._orderings(tolerance):
+                    option, is_certain = self._best_leaves(name, rank, tolerance)
+                    options.append((option, is_certain))
+                    self._tree_floats[name, rank] = option.floats
                 estimates.append(min(options, key=lambda option: option[0].floats))
             estimates.sort(key=lambda option: option[0].floats)
             best, is_certain = estimates[0]
+            if is_certain and best.global_rank == 0:
+                self._certain_trees[tolerance] = best
             num_columns = known.num_columns(best.global_rank)
             if is_certain or not patient or num_columns >= self._max_columns:
                 return [candidate for candidate, _ in estimates]
-            known.draw(min(2 * num_columns, self._max_columns), best.global_rank)
+            # Orderings that are clearly worse are not tried again.
+            names = [
+                name
+                for name in names
+                if _CLEAR * self._tree_floats.get((name, 0), 0) <= best.floats
+            ]
+            known.draw(self._max_columns, best.global_rank)
 
-    def _orderings(self, tolerance: float, rank: int) -> list[str]:
-        """The orderings to look at: beside a global part, only the best without it."""
+    def _orderings(self, tolerance: float) -> list[str]:
+        """The orderings to look at beside a global part: only the best without it."""
         names = list(self._trees)
-        if len(names) == 1 or rank == 0:
+        if len(names) == 1:
             return names
-        return [min(names, key=lambda name: self._best_leaves(name, 0, tolerance)[0].floats)]
+        for name in names:
+            if (name, 0) not in self._tree_floats:
+                option, _ = self._best_leaves(name, 0, tolerance)
+                self._tree_floats[name, 0] = option.floats
+        return [min(names, key=lambda name: self._tree_floats[name, 0])]
 
     def _depth(self, leaf_size: int, tree: ClusterTree) -> int:
         return min(depth_for(self._source.shape[0], leaf_size), tree.depth)
@@ -413,10 +454,9 @@ class _Planner:
         tree = self._trees[chosen.ordering]
         scores = {}
         if plan is not None and len(self._trees) > 1:
-            wanted = plan.tolerance or _DEFAULT_TOLERANCE
-            for name in self._orderings(wanted, rank):
-                option, _ = self._best_leaves(name, rank, wanted)
-                scores[name] = float(option.floats)
+            for (name, beside), floats in self._tree_floats.items():
+                if beside == rank:
+                    scores[name] = float(floats)
         tree = replace(tree, depth=self._depth(chosen.leaf_size, tree), scores=scores)
         places = self._places[tree.permutation]
         places = torch.cat([places, places.new_full((1,), self._num_rows)])

@@ -81,6 +81,7 @@ class Subtrees:
         index = self._places[rows]
         vectors = inputs[index]
         samples = torch.baddbmm(outputs[index], self._blocks, vectors, alpha=-1)
+        local = vectors
         if rank:
             local = known.factor_rows(index, rank)
             outside = known.mix(inputs[:-1], rank) - local.transpose(1, 2) @ vectors
@@ -94,7 +95,7 @@ class Subtrees:
                 half = rows.shape[1] // 2
                 entries = blocks(self._source, rows[:, :half], rows[:, half:])
                 if rank:
-                    local = known.factor_rows(self._places[rows], rank)
+                    local = _pair(local)
                     entries.baddbmm_(local[:, :half], local[:, half:].transpose(1, 2), alpha=-1)
                 entries *= present[:, :half, None] & present[:, None, half:]
                 samples, vectors = _pair(samples), _pair(vectors)
@@ -109,10 +110,16 @@ class Subtrees:
             skeleton, scales = nodes.skeleton, nodes.scales
             present = torch.arange(skeleton.shape[1], device=rows.device) < nodes.ranks[:, None]
             vectors = nodes.weights.transpose(1, 2) @ vectors
-            samples = samples.gather(1, skeleton[:, :, None].expand(-1, -1, samples.shape[2]))
-            samples = samples * present[:, :, None]
+            samples = _rows_of(samples, skeleton) * present[:, :, None]
+            if rank:
+                local = _rows_of(local, skeleton)
             rows = rows.gather(1, skeleton)
         return found
+
+
+def _rows_of(values: Tensor, index: Tensor) -> Tensor:
+    """Some rows of each matrix, (B, m, k) by (B, r) → (B, r, k)."""
+    return values.gather(1, index[:, :, None].expand(-1, -1, values.shape[2]))
 
 
 def _pair(values: Tensor) -> Tensor:

@@ -126,11 +126,13 @@ class SampledMatrix:
         panel = max(_LEAST_PANEL, _PANEL_FLOATS // (2 * max(1, self.rows.numel())))
         with self._phases.timed("global part"):
             while self.width < width and not self.is_exhausted:
-                taken = self._take(min(panel, width - self.width))
+                count = min(panel, width - self.width)
+                is_random = self._part.num_images == 0
+                taken = self._take(count) if is_random else self._part.images(count)
                 if self._root is not None:
                     taken = self._root.root_product(self._whole(taken))
                 added = self._part.extend(taken)
-                self.is_exhausted = added < _FULL * taken.shape[1]
+                self.is_exhausted = is_random and added < _FULL * taken.shape[1]
             self._last = None
             self.residual(0)
 
@@ -232,13 +234,11 @@ class SampledMatrix:
             self._last = float(norm.square()) / _HELD_OUT
         return self._tails[rank] + self._last
 
-    def rank_for(self, tolerance: float, limit: int) -> tuple[float, float]:
+    def rank_for(self, tolerance: float, limit: int) -> float:
         """How many columns of V leave a residual of no more than the tolerance.
 
-        Returns:
-            A number and a cautious estimate of it. They are equal if it is no more than ``limit``.
-            Beyond it, the residual is assumed to go on falling exponentially; for the cautious
-            estimate, more slowly than that, and faster than a power of the rank.
+        If that is more than ``limit``, the residual is assumed to go on falling exponentially. Far
+        beyond the limit, that gives too small a number as a rule.
         """
         if self.residual(limit) <= tolerance:
             low, high = 0, limit
@@ -247,16 +247,12 @@ class SampledMatrix:
                 low, high = (
                     (low, middle) if self.residual(middle) <= tolerance else (middle + 1, high)
                 )
-            return float(low), float(low)
+            return float(low)
         if limit < 2:
-            return math.inf, math.inf
+            return math.inf
         half, whole = self.residual(limit // 2), self.residual(limit)
-        rate, wanted = math.log(half / whole), math.log(whole / tolerance)
-        if rate <= 0:
-            return math.inf, math.inf
-        exponential = limit + (limit - limit // 2) * wanted / rate
-        power = limit * math.exp(min(wanted / rate * math.log(limit / (limit // 2)), 50.0))
-        return exponential, math.sqrt(exponential * power)
+        rate = math.log(half / whole) / (limit - limit // 2)
+        return limit + math.log(whole / tolerance) / rate if rate > 0 else math.inf
 
     def _multiply(self, directions: Tensor) -> Tensor:
         if self._root is not None:
