@@ -35,6 +35,7 @@ from hcurv.hierarchical.options import FINEST, Options, check_options
 from hcurv.hierarchical.parts.global_part import Remainder
 from hcurv.hierarchical.planning.ordering import choose_tree, default_leaf_size
 from hcurv.hierarchical.planning.planner import prepare
+from hcurv.hierarchical.planning.sampled_matrix import DEFAULT_WORKSPACE
 from hcurv.hierarchical.tree.cluster_tree import Distance, cluster, depth_for
 from hcurv.layout import layout_of
 from hcurv.memory import require_bytes
@@ -64,6 +65,7 @@ def compress(
     method: Literal["auto", "sketch", "neighbors"] = "auto",
     distance: Distance = "angle",
     damping: float | None = None,
+    workspace: int = DEFAULT_WORKSPACE,
     seed: int = 0,
     progress: bool = False,
 ) -> HMatrix:
@@ -99,6 +101,9 @@ def compress(
             variances jᵀ (A + λI)⁻¹ j of rows j of a root of H, such as the Jacobian of a network's
             outputs. It is 1e-2 if it is not given. A + λI is positive definite for this λ and any
             larger one, and the diagonal of H is always kept.
+        workspace: about how many bytes random products and a global part may take while they are
+            made, besides what the source itself uses. It bounds the rank of a global part that can
+            be considered for very large matrices.
         seed: seed of everything random. The result is a function of source, arguments and seed.
         progress: show on stderr what is being done, in planning and building, and for how long.
 
@@ -142,6 +147,7 @@ def compress(
         damping=damping,
         seed=seed,
         progress=progress,
+        workspace=workspace,
     )
     with torch.no_grad(), closing(Phases(progress)) as phases:
         matrix = as_source(source)
@@ -305,6 +311,7 @@ def _plan(
             global_rank=options.global_rank,
             max_floats=allowed,
             keep_diagonal=options.damping is not None,
+            workspace=options.workspace,
             seed=options.seed,
             orders=orders,
             phases=phases,

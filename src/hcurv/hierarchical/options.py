@@ -54,6 +54,7 @@ class Options:
             if there is none.
         seed: seed of everything random.
         progress: whether to show what is being done.
+        workspace: bytes that random products and a global part may take while they are made.
     """
 
     tolerance: float | None
@@ -68,6 +69,7 @@ class Options:
     damping: float | None
     seed: int
     progress: bool
+    workspace: int
     damped_tolerance: float | None = None
 
     def for_source(self, source: EntrySource) -> Options:
@@ -121,6 +123,7 @@ def check_options(
     damping: float | None,
     seed: SupportsIndex,
     progress: bool,
+    workspace: int,
 ) -> Options:
     """Check the options of `hcurv.compress` as far as that is possible without the matrix.
 
@@ -171,6 +174,7 @@ def check_options(
         damping,
         check_seed(seed),
         progress,
+        check_count(workspace, "workspace"),
     )
 
 

@@ -24,6 +24,8 @@ __all__ = [
 
 # A source is asked for so many entries at a time: 64 MB in double precision.
 _BLOCK_ENTRIES = 2**23
+# Asking once more takes about as long as so many entries.
+_REQUEST_ENTRIES = 2**17
 
 
 def leaf_blocks(source: EntrySource, rows: Tensor, bounds: Tensor) -> LeafBlocks:
@@ -177,23 +179,46 @@ def make_couplings(
     """
     if pairs.shape[0] == 0:
         return ()
-    offsets = counts.cumsum(0) - counts
     sizes = counts[pairs]
+    requests = [
+        (group, _coupling_entries(source, rows, counts, pairs[group]))
+        for group in group_by_shape(sizes[:, 0], sizes[:, 1], _REQUEST_ENTRIES)
+    ]
+    places = pairs.new_zeros(pairs.shape[0])
     result = []
     for group in group_by_shape(sizes[:, 0], sizes[:, 1]):
-        num_left, num_right = sizes[group].amax(0).tolist()
+        shape = sizes[group].amax(0).tolist()
         if int(sizes[group].prod(1).max()) == 0:
             continue
-        left_rows, right_rows = (
-            _lookup(rows, row_table(offsets[nodes], counts[nodes], width, rows.numel()))
-            for nodes, width in zip(pairs[group].T, (num_left, num_right), strict=True)
-        )
-        step = max(1, _BLOCK_ENTRIES // (num_left * num_right))
-        values = torch.cat(
-            [
-                blocks(source, left_rows[start : start + step], right_rows[start : start + step])
-                for start in range(0, group.numel(), step)
-            ]
-        )
+        if len(requests) == 1 and group.numel() == pairs.shape[0]:
+            values = requests[0][1]
+        else:
+            places.fill_(-1)
+            places[group] = torch.arange(group.numel(), device=group.device)
+            values = torch.zeros(group.numel(), *shape, dtype=source.dtype, device=source.device)
+            for members, entries in requests:
+                own = places[members]
+                found = (own >= 0).nonzero().squeeze(1)
+                if found.numel():
+                    height, width = (
+                        min(a, b) for a, b in zip(shape, entries.shape[1:], strict=True)
+                    )
+                    values[own[found], :height, :width] = entries[found, :height, :width]
         result.append(Coupling.of(pairs[group], counts, values))
     return tuple(result)
+
+
+def _coupling_entries(source: EntrySource, rows: Tensor, counts: Tensor, pairs: Tensor) -> Tensor:
+    """Blocks of entries between the rows of pairs of nodes, padded, (P, m, k)."""
+    offsets = counts.cumsum(0) - counts
+    num_left, num_right = counts[pairs].amax(0).tolist()
+    left_rows, right_rows = (
+        _lookup(rows, row_table(offsets[nodes], counts[nodes], width, rows.numel()))
+        for nodes, width in zip(pairs.T, (num_left, num_right), strict=True)
+    )
+    step = max(1, _BLOCK_ENTRIES // max(1, num_left * num_right))
+    parts = [
+        blocks(source, left_rows[start : start + step], right_rows[start : start + step])
+        for start in range(0, pairs.shape[0], step)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -39,6 +39,8 @@ __all__ = ["Builder", "BuiltBlocks"]
 # Nodes are taken together as long as their samples, or their Gram matrices, have fewer floats than
 # this: enough for efficient batches, and 128 MB in double precision.
 _GROUP_FLOATS = 2**24
+# Another group of nodes takes about as long as so many floating-point operations.
+_GROUP_FLOPS = 2**27
 # Where a rank cap cuts a skeleton off, more columns keep its weights from fitting the samples by
 # chance. That many columns are taken only if the sketch has no more floats than this.
 _CAPPED_OVERSAMPLING = 4
@@ -175,7 +177,9 @@ class Builder:
         rank = min(self._max_rank, rows.largest, FIRST_RANK)
         with self._phases.timed("samples"):
             sampler.grow(max(sampler.num_columns, num_columns_for(rank)))
-        groups = group_by_shape(counts, torch.ones_like(counts))
+        # Padding takes time, and so does every group.
+        padding = _GROUP_FLOPS // (max(1, rows.largest) * sampler.num_columns)
+        groups = group_by_shape(counts, torch.ones_like(counts), least_saving=padding)
         groups.sort(key=lambda group: -int(counts[group].max()))
         probed = groups[0][:_PROBED_NODES]
         while True:

@@ -13,7 +13,7 @@ _MAX_GROUPS = 24
 _MAX_PADDING = 0.04
 
 
-def group_by_shape(num_rows: Tensor, num_cols: Tensor) -> list[Tensor]:
+def group_by_shape(num_rows: Tensor, num_cols: Tensor, least_saving: int = 0) -> list[Tensor]:
     """Partition matrices, so that padding each group to its largest shape costs little.
 
     All matrices start in one group. The cut (by rows or by columns) that saves most entries is made
@@ -22,6 +22,8 @@ def group_by_shape(num_rows: Tensor, num_cols: Tensor) -> list[Tensor]:
     Args:
         num_rows: number of rows of each matrix, (B,).
         num_cols: number of columns of each matrix, (B,).
+        least_saving: entries that a cut has to save. For what is computed and not stored, few
+            groups are faster.
 
     Returns:
         The positions of the members of each group, ascending. Matrices without entries are in a
@@ -41,7 +43,7 @@ def group_by_shape(num_rows: Tensor, num_cols: Tensor) -> list[Tensor]:
         padding = sum(_padded(shapes, counts, group) for group in groups) - needed
         best = max(range(len(groups)), key=lambda k: cuts[k][0])
         saving, left, right = cuts[best]
-        if saving <= 0 or padding <= _MAX_PADDING * needed:
+        if saving <= least_saving or padding <= _MAX_PADDING * needed:
             break
         groups[best : best + 1] = [left, right]
         cuts[best : best + 1] = [_best_cut(shapes, counts, part) for part in (left, right)]

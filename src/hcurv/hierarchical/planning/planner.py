@@ -34,9 +34,9 @@ __all__ = ["prepare"]
 _SUBTREE_ROWS, _NUM_SUBTREES, _TRIAL_LEAF = 512, 4, 16
 # Leaf sizes to choose from.
 _LEAF_SIZES = (16, 32, 64, 128, 256, 512, 1024)
-# Ranks are first tried on this many columns, and on twice as many, up to 384, if they turn out to
-# be large.
-_FIRST_COLUMNS, _MAX_COLUMNS = 144, 400
+# Ranks are first tried on this many columns, and on as many as 400 if they turn out to be large.
+# Where memory is short, as few as 64 have to do.
+_FIRST_COLUMNS, _MAX_COLUMNS, _LEAST_COLUMNS = 144, 400, 64
 # A global part is first made of this many directions.
 _FIRST_WIDTH = 32
 # A global part of rank g is made of this many times as many directions, and at least of so many
@@ -167,7 +167,7 @@ class _Planner:
         rank = None if global_rank is None else min(global_rank, self._known.rank)
         if rank is not None and len(self._trees) == len(self._leaf_sizes) == 1:
             if max_floats is None:
-                self._known.draw(_FIRST_COLUMNS, rank)
+                self._known.draw(self._first_columns, rank)
                 only = Candidate(rank, self._leaf_sizes[0], next(iter(self._trees)), 0)
                 return self._finish(None, only)
         if max_floats is not None:
@@ -185,9 +185,14 @@ class _Planner:
         return min(self._num_rows, max(_FIRST_WIDTH, self._known.affordable))
 
     @property
+    def _first_columns(self) -> int:
+        """Number of columns that ranks are first tried on."""
+        return min(_FIRST_COLUMNS, max(_LEAST_COLUMNS, self._known.affordable_pool))
+
+    @property
     def _max_columns(self) -> int:
         """Largest number of columns of a sample."""
-        return max(_FIRST_COLUMNS, min(_MAX_COLUMNS, self._known.affordable_pool))
+        return max(self._first_columns, min(_MAX_COLUMNS, self._known.affordable_pool))
 
     def _choose_within(
         self, max_floats: int, least: float, rank: int | None
@@ -258,6 +263,15 @@ class _Planner:
             found = self._alone(int(alone)) if alone <= limit else None
             if found is not None and found.floats <= _SMALL * self._least_tree():
                 return [found, *others]
+            if self._first_columns > known.affordable_pool:
+                # There is no memory for trees, unless nothing else remains.
+                known.keep_no_pool()
+                if found is not None:
+                    return [found]
+                if not is_last:
+                    step = min(max(1.5, _AMPLE * alone / width), _MAX_STEP)
+                    width = min(math.ceil(step * width), self._max_width)
+                    continue
             if tree is None:
                 tree = self._tree_alone(tolerance, alone * num_rows)
                 others = [tree]
@@ -320,11 +334,11 @@ class _Planner:
         if tolerance in self._certain_trees:
             return self._certain_trees[tolerance]
         # A global part of that rank would need these columns anyway.
-        known.draw(int(min(_FIRST_COLUMNS, alone / self._num_rows)), 0)
+        known.draw(int(min(self._first_columns, alone / self._num_rows)), 0)
         found = self._best_by_rank([0], tolerance, patient=False)[0]
         if alone <= _CLEAR * found.floats:
             return found
-        known.draw(_FIRST_COLUMNS, 0)
+        known.draw(self._first_columns, 0)
         return self._best_by_rank([0], tolerance)[0]
 
     def _best_by_rank(
@@ -339,7 +353,7 @@ class _Planner:
             estimates = []
             for rank in ranks:
                 if rank and known.residual(rank) > _SAFETY * tolerance:
-                    known.draw(_FIRST_COLUMNS, rank)
+                    known.draw(self._first_columns, rank)
                 options = []
                 for name in names if rank == 0 else self._orderings(tolerance):
                     option, is_certain = self._best_leaves(name, rank, tolerance)
