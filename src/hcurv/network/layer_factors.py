@@ -56,6 +56,11 @@ class LayerFactors:
         return self.inputs.shape[1]
 
     @property
+    def num_rows(self) -> int:
+        """The number q of rows of each C_i."""
+        return self.jacobian.num_rows
+
+    @property
     def num_units(self) -> int:
         """Number of units with trainable parameters."""
         return int(self.layers[-1].units.stop)

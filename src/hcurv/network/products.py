@@ -21,12 +21,14 @@ from hcurv.losses import Loss
 from hcurv.network.jacobians.contractions import FEW_COLUMNS
 from hcurv.network.jacobians.output_jacobian import CacheSizes, UnitGroup
 from hcurv.network.layer_factors import LayerFactors
+from hcurv.network.linearisation import Linearisation
 from hcurv.network.reading import Network
-from hcurv.network.trainable_layers import TrainableLayer
+from hcurv.network.trainable_layers import TrainableLayer, number_layers
 
 __all__ = [
     "ProductSizes",
     "diagonal",
+    "even_slices",
     "gradient",
     "product",
     "root_columns",
@@ -140,8 +142,8 @@ def _steps(
     most_columns = min(sizes.max_columns, max(FEW_COLUMNS, budget // (rows * fewest)))
     most_columns = max(1, min(num_columns, most_columns))
     most_points = max(1, min(budget // (rows * most_columns), sizes.max_points))
-    for columns in _even_slices(num_columns, most_columns):
-        for points in _even_slices(factors.num_points, most_points):
+    for columns in even_slices(num_columns, most_columns):
+        for points in even_slices(factors.num_points, most_points):
             yield columns, points
 
 
@@ -228,7 +230,7 @@ def diagonal(factors: LayerFactors, workspace: int) -> Tensor:
     cost = max(1, *(jacobian.gram_cost(group, group) for group in jacobian.groups))
     per_point = widest * (2 * cost + 1) + factors.inputs.shape[0]
     step = max(1, workspace // (per_point * result.dtype.itemsize))
-    for points in _even_slices(factors.num_points, step):
+    for points in even_slices(factors.num_points, step):
         inputs = factors.inputs[:, points].square()
         for place in factors.layers:
             norms = jacobian.squared_norms(place.units, points)
@@ -238,7 +240,7 @@ def diagonal(factors: LayerFactors, workspace: int) -> Tensor:
 
 def gradient(
     network: Network,
-    factors: LayerFactors,
+    stored: LayerFactors | Linearisation,
     loss: Loss,
     targets: Tensor,
     weights: Tensor,
@@ -250,19 +252,19 @@ def gradient(
 
     Args:
         network: the network.
-        factors: its stored factors, for the inputs.
+        stored: what was stored of it, for the inputs.
         loss: the loss f of each point.
         targets: the targets of all points.
         weights: the weight of each point, (n,).
         workspace: bytes of temporary memory to stay within.
     """
-    result = factors.inputs.new_zeros(factors.num_parameters, 1)
+    result = stored.inputs.new_zeros(stored.num_parameters, 1)
     layers = network.layers[network.first_trainable :]
-    places = {place.position - network.first_trainable: place for place in factors.layers}
+    places = {place.position - network.first_trainable: place for place in number_layers(network)}
     per_point = 4 * sum(layer.out_features + layer.in_features for layer in layers)
     step = max(1, workspace // (per_point * result.dtype.itemsize))
-    for points in _even_slices(factors.num_points, step):
-        inputs = factors.inputs[:, points]
+    for points in even_slices(stored.num_points, step):
+        inputs = stored.inputs[:, points]
         current = inputs[places[0].inputs][: layers[0].in_features].T
         slopes = []
         for layer in layers:
@@ -281,7 +283,7 @@ def gradient(
     return result.squeeze(1)
 
 
-def _even_slices(length: int, most: int) -> Iterator[slice]:
+def even_slices(length: int, most: int) -> Iterator[slice]:
     """Slices of nearly equal length, none longer than ``most``."""
     if length:
         count = -(-length // most)
