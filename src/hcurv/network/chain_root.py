@@ -11,7 +11,7 @@ from hcurv.layout import ParameterLayout
 from hcurv.network import block_batches, entries, linearised_products, products
 from hcurv.network.chain_kernel import PASS_FLOPS, ChainKernelParts
 from hcurv.network.chain_pairs import ChainPairTerms
-from hcurv.network.layer_factors import LayerFactors
+from hcurv.network.layer_factors import LayerFactors, chain_orders
 from hcurv.network.linearisation import Linearisation
 from hcurv.network.precompute import make_factors, plan_of_factors
 from hcurv.network.root import Root
@@ -49,16 +49,18 @@ class ChainRoot(Root):
         return self._factors
 
     def _some_factors(self, workspace: int) -> Iterator[LayerFactors]:
-        """Factors of all points; if there are none, of a few points at a time, not to be kept."""
+        """Factors of all points; if there are none, of a few points at a time, not to be kept.
+
+        Those of a few points, and making them, take half of the workspace.
+        """
         if self._factors is not None or not isinstance(self.stored, Linearisation):
             yield self.factors
             return
-        plan = plan_of_factors(self.stored)
-        per_point = plan.num_floats // self.num_points * self.dtype.itemsize
-        for points in products.even_slices(
-            self.num_points, max(1, workspace // (2 * per_point + 1))
-        ):
-            yield make_factors(self.stored.range(points), workspace // 2)
+        per_point = plan_of_factors(self.stored).num_floats // self.num_points
+        share = workspace // 4
+        most = max(1, share // (per_point * self.dtype.itemsize))
+        for points in products.even_slices(self.num_points, most):
+            yield make_factors(self.stored.range(points), share)
 
     @property
     def layout(self) -> ParameterLayout:
@@ -133,10 +135,9 @@ class ChainRoot(Root):
 
     def diagonal(self, workspace: int) -> Tensor:
         """The diagonal of SᵀS, (N,)."""
-        parts = self._some_factors(workspace)
-        result = products.diagonal(next(parts), workspace)
-        for factors in parts:
-            result += products.diagonal(factors, workspace)
+        result = self.stored.inputs.new_zeros(self.layout.size)
+        for factors in self._some_factors(workspace):
+            result += products.diagonal(factors, workspace // 2)
         return result
 
     def block(self, rows: Tensor, cols: Tensor, workspace: int) -> Tensor:
@@ -153,7 +154,9 @@ class ChainRoot(Root):
 
     def orders(self) -> dict[str, Tensor]:
         """By layers, their units and inputs; and by layers, their inputs and units."""
-        return self.factors.structural_orders()
+        if isinstance(self.stored, Linearisation):
+            return chain_orders(tuple(self.stored.places.values()), self.layout, self.device)
+        return chain_orders(self.stored.layers, self.layout, self.device)
 
     def point_norms(self) -> Tensor:
         """‖S_i‖_F² of each point, (n,)."""

@@ -16,7 +16,7 @@ and what reading the stored factors costs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -63,8 +63,8 @@ def product(
     """H @ rhs for rhs of shape (N, k), within ``workspace`` bytes of temporary memory."""
     result = torch.empty_like(rhs)
     kind = _SummedOutputs if linearisation.sums_are_cheaper else _Outputs
-    for columns, points in _steps(linearisation, rhs.shape[1], workspace, sizes):
-        passes = _Passes(linearisation, columns.stop - columns.start, points[0].stop, sizes)
+
+    def multiply(passes: _Passes, columns: slice, points: list[slice]) -> None:
         passes.read(rhs[:, columns])
         outputs = kind(passes)
         for some in points:
@@ -72,6 +72,8 @@ def product(
             passes.backward(outputs.turn(passes.forward()))
         outputs.finish()
         passes.write(result[:, columns])
+
+    _for_all_columns(multiply, linearisation, rhs.shape[1], workspace, sizes)
     return result
 
 
@@ -81,8 +83,8 @@ def root_product(
     """S @ rhs for rhs of shape (N, k), point by point: (n·q, k)."""
     num_columns = rhs.shape[1]
     result = rhs.new_empty(linearisation.num_points, linearisation.num_rows, num_columns)
-    for columns, points in _steps(linearisation, num_columns, workspace, sizes):
-        passes = _Passes(linearisation, columns.stop - columns.start, points[0].stop, sizes)
+
+    def multiply(passes: _Passes, columns: slice, points: list[slice]) -> None:
         passes.read(rhs[:, columns])
         for some in points:
             passes.go_to(some)
@@ -90,6 +92,8 @@ def root_product(
             for part in passes.parts:
                 values = passes.outputs(part, reached)
                 target[:, part.rows, part.columns] = passes.weigh(part, values)
+
+    _for_all_columns(multiply, linearisation, num_columns, workspace, sizes)
     return result.flatten(0, 1)
 
 
@@ -100,8 +104,8 @@ def root_transposed(
     num_columns = values.shape[1]
     outputs = values.reshape(linearisation.num_points, linearisation.num_rows, num_columns)
     result = values.new_empty(linearisation.num_parameters, num_columns)
-    for columns, points in _steps(linearisation, num_columns, workspace, sizes):
-        passes = _Passes(linearisation, columns.stop - columns.start, points[0].stop, sizes)
+
+    def multiply(passes: _Passes, columns: slice, points: list[slice]) -> None:
         for some in points:
             passes.go_to(some)
             returned, source = passes.turn_round(), outputs[some, :, columns]
@@ -110,7 +114,23 @@ def root_transposed(
                 passes.take_back(part, weighted, returned)
             passes.backward(returned)
         passes.write(result[:, columns])
+
+    _for_all_columns(multiply, linearisation, num_columns, workspace, sizes)
     return result
+
+
+def _for_all_columns(
+    multiply: Callable[[_Passes, slice, list[slice]], None],
+    linearisation: Linearisation,
+    num_columns: int,
+    workspace: int,
+    sizes: PassSizes,
+) -> None:
+    """Call ``multiply`` with passes, a range of columns and all points, in ranges that fit."""
+    for columns, points in _steps(linearisation, num_columns, workspace, sizes):
+        count = columns.stop - columns.start
+        # No name refers to the passes, so that their memory is free before the next are made.
+        multiply(_Passes(linearisation, count, points[0].stop, sizes), columns, points)
 
 
 def _steps(

@@ -6,7 +6,9 @@ network. With the stored factors and u_i^ℓ = Ŵ_ℓ x_i^{ℓ-1} neither pass g
     (a)  y_i = R_i J_i ŵ = Σ_ℓ C_i^ℓ u_i^ℓ
     (d)  (Hŵ)^ℓ = Σ_i ((C_i^ℓ)ᵀ y_i) (x_i^{ℓ-1})ᵀ
 
-This takes 4Nn flops per column in matrix products, and little else.
+This takes 4Nn flops per column in matrix products, and little else, if the factors are small. Where
+outputs are many and the network is deep they are not, and `linearised_products` goes through the
+layers; `product_costs` says where.
 """
 
 from __future__ import annotations
