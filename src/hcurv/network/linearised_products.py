@@ -47,10 +47,10 @@ class PassSizes:
         sum_floats: floats of a running sum where R_i is not diagonal.
     """
 
-    max_columns: int = 16
+    max_columns: int = 8
     min_points: int = 256
     hidden_floats: int = 2**20
-    output_floats: int = 2**17
+    output_floats: int = 2**19
     sum_floats: int = 2**19
 
 
