@@ -133,7 +133,7 @@ class GrowingSketch:
         self._matrix, self._damping = matrix, damping
         self._roots = damping.diagonal(matrix.shape[0], matrix.device).rsqrt().to(matrix.dtype)
         self._generator = torch.Generator().manual_seed(seed)
-        self._start = matrix.diagonal().new_zeros(matrix.shape[0], 0)
+        self._start = self._roots.new_zeros(matrix.shape[0], 0)
         self._image = self._start
         self._eigenpairs: tuple[Tensor, Tensor] | None = None
         self.seconds_per_column = 0.0

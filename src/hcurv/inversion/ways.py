@@ -152,7 +152,12 @@ class CostModel:
         # Iterations work in the precision of the model. Double precision takes twice as long.
         self._column = seconds_per_column
         self._exact_column = (2.0 if dtype != matrix.dtype else 1.0) * seconds_per_column
-        self._copies = matrix.num_stored * dtype.itemsize if dtype != matrix.dtype else 0
+        # What conversion to another precision takes, and what entries take that products do not.
+        stored, with_entries = matrix.num_stored, matrix.root.num_stored_with_entries
+        converted = dtype != matrix.dtype
+        self._copies = stored * dtype.itemsize if converted else 0
+        self._for_entries = (with_entries - (0 if converted else stored)) * dtype.itemsize
+        self._for_entries -= self._copies
 
     def ways(self, spectrum: Spectrum, ranks: list[int]) -> list[Way]:
         """All ways, the fastest first; conjugate gradients with the best of the ranks."""
@@ -163,9 +168,17 @@ class CostModel:
         return sorted(found, key=lambda way: way.seconds)
 
     def _way(
-        self, name: WayName, seconds: float, floats: float, accuracy: float, size: int = 0
+        self,
+        name: WayName,
+        seconds: float,
+        floats: float,
+        accuracy: float,
+        size: int = 0,
+        entries: float = 1.0,
     ) -> Way:
+        """A way that asks for entries over this share of the points."""
         nbytes = int(floats * self._dtype.itemsize) + self._copies
+        nbytes += int(entries * self._for_entries)
         return Way(name, size, seconds, nbytes, accuracy, nbytes <= self._most)
 
     def _rounding(self, spectrum: Spectrum) -> float:
@@ -193,7 +206,7 @@ class CostModel:
         one = self._iteration() + 4 * size * rank * NUM_COLUMNS / (0.3 * self._speed)
         seconds = rank * self._column + nystrom + count * one
         floats = size * (6 * NUM_COLUMNS + 4 * rank)
-        return self._way("iterations", seconds, floats, self._tolerance, rank)
+        return self._way("iterations", seconds, floats, self._tolerance, rank, entries=0.0)
 
     def subset(self, spectrum: Spectrum) -> Way:
         """Conjugate gradients, preconditioned by some of the points."""
@@ -207,7 +220,7 @@ class CostModel:
         one = self._iteration() + self._triangular(rows) + share * NUM_COLUMNS * self._column
         seconds = _SCORE_COLUMNS * self._column + self._kernel(rows) + count * one
         floats = 2 * rows**2 + 6 * NUM_COLUMNS * self._matrix.shape[0]
-        return self._way("subset", seconds, floats, self._tolerance, points)
+        return self._way("subset", seconds, floats, self._tolerance, points, entries=share)
 
     def compressed(self, spectrum: Spectrum) -> Way:
         """Conjugate gradients, preconditioned by a hierarchical matrix."""

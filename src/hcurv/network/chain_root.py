@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from hcurv.layout import ParameterLayout
-from hcurv.network import block_batches, entries, products
+from hcurv.network import block_batches, entries, linearised_products, products
 from hcurv.network.chain_kernel import PASS_FLOPS, ChainKernelParts
 from hcurv.network.chain_pairs import ChainPairTerms
-from hcurv.network.layer_factors import LayerFactors
+from hcurv.network.layer_factors import LayerFactors, chain_orders
+from hcurv.network.linearisation import Linearisation
+from hcurv.network.precompute import make_factors, plan_of_factors
 from hcurv.network.root import Root
 
 __all__ = ["ChainRoot"]
@@ -18,42 +22,85 @@ __all__ = ["ChainRoot"]
 class ChainRoot(Root):
     """S with the columns v_k(i) = C_i[:, μ]·x_i[ν] (paper, Eq. 3.5).
 
+    Products use what was stored when the data was read. If that is a `Linearisation`, the factors
+    are made when entries are first asked for, and kept.
+
     Args:
-        factors: the inputs x_i and the factors C_i of all layers.
+        stored: the inputs x_i and the factors C_i of all layers, or the linearised network.
+        workspace: bytes of temporary memory for making factors.
     """
 
-    def __init__(self, factors: LayerFactors) -> None:
-        self.factors = factors
+    def __init__(self, stored: LayerFactors | Linearisation, workspace: int) -> None:
+        self.stored, self._workspace = stored, workspace
+        # Two threads that ask at the same time both make factors, and those of one are kept.
+        self._factors = stored if isinstance(stored, LayerFactors) else None
+
+    @property
+    def factors(self) -> LayerFactors:
+        """The factors C_i.
+
+        Raises:
+            InsufficientMemoryError: they are not there yet, and do not fit into free memory.
+        """
+        if self._factors is None:
+            assert isinstance(self.stored, Linearisation)
+            with torch.no_grad():
+                self._factors = make_factors(self.stored, self._workspace)
+        return self._factors
+
+    def _some_factors(self, workspace: int) -> Iterator[LayerFactors]:
+        """Factors of all points; if there are none, of a few points at a time, not to be kept.
+
+        Those of a few points, and making them, take half of the workspace.
+        """
+        if self._factors is not None or not isinstance(self.stored, Linearisation):
+            yield self.factors
+            return
+        per_point = plan_of_factors(self.stored).num_floats // self.num_points
+        share = workspace // 4
+        most = max(1, share // (per_point * self.dtype.itemsize))
+        for points in products.even_slices(self.num_points, most):
+            yield make_factors(self.stored.range(points), share)
 
     @property
     def layout(self) -> ParameterLayout:
         """Names and places of the parameters."""
-        return self.factors.layout
+        return self.stored.layout
 
     @property
     def num_points(self) -> int:
         """The number n of points."""
-        return self.factors.num_points
+        return self.stored.num_points
 
     @property
     def num_rows(self) -> int:
         """The number q of rows of each point."""
-        return self.factors.jacobian.num_rows
+        return self.stored.num_rows
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of the factors."""
-        return self.factors.inputs.dtype
+        return self.stored.inputs.dtype
 
     @property
     def device(self) -> torch.device:
         """Where the factors are stored."""
-        return self.factors.inputs.device
+        return self.stored.inputs.device
 
     @property
     def num_stored(self) -> int:
-        """The number of floats of all factors."""
-        return self.factors.num_stored
+        """The number of floats that are stored at this time."""
+        if self._factors is None or self._factors is self.stored:
+            return self.stored.num_stored
+        return self.num_stored_with_entries
+
+    @property
+    def num_stored_with_entries(self) -> int:
+        """The number of floats that are stored once entries were asked for."""
+        if isinstance(self.stored, LayerFactors):
+            return self.stored.num_stored
+        plan = plan_of_factors(self.stored)
+        return self.stored.num_stored + plan.num_floats - self.stored.inputs.numel()
 
     @property
     def kernel_flops(self) -> float:
@@ -61,20 +108,26 @@ class ChainRoot(Root):
 
         Half of the entries are computed, each with two flops for every unit.
         """
-        units, inputs = self.factors.num_units, self.factors.inputs.shape[0]
+        units, inputs = self.stored.num_units, self.stored.inputs.shape[0]
         return units + inputs / self.num_rows**2 + len(self.layout.layers) * PASS_FLOPS
 
     def product(self, rhs: Tensor, workspace: int) -> Tensor:
         """SᵀS times (N, k)."""
-        return products.product(self.factors, rhs, workspace)
+        if isinstance(self.stored, Linearisation):
+            return linearised_products.product(self.stored, rhs, workspace)
+        return products.product(self.stored, rhs, workspace)
 
     def apply(self, rhs: Tensor, workspace: int) -> Tensor:
         """S times (N, k)."""
-        return products.root_product(self.factors, rhs, workspace)
+        if isinstance(self.stored, Linearisation):
+            return linearised_products.root_product(self.stored, rhs, workspace)
+        return products.root_product(self.stored, rhs, workspace)
 
     def apply_transposed(self, values: Tensor, workspace: int) -> Tensor:
         """Sᵀ times (n·q, k)."""
-        return products.root_transposed(self.factors, values, workspace)
+        if isinstance(self.stored, Linearisation):
+            return linearised_products.root_transposed(self.stored, values, workspace)
+        return products.root_transposed(self.stored, values, workspace)
 
     def columns(self, index: Tensor) -> Tensor:
         """Columns of S, (n·q, k)."""
@@ -82,7 +135,10 @@ class ChainRoot(Root):
 
     def diagonal(self, workspace: int) -> Tensor:
         """The diagonal of SᵀS, (N,)."""
-        return products.diagonal(self.factors, workspace)
+        result = self.stored.inputs.new_zeros(self.layout.size)
+        for factors in self._some_factors(workspace):
+            result += products.diagonal(factors, workspace // 2)
+        return result
 
     def block(self, rows: Tensor, cols: Tensor, workspace: int) -> Tensor:
         """A block of SᵀS."""
@@ -98,11 +154,14 @@ class ChainRoot(Root):
 
     def orders(self) -> dict[str, Tensor]:
         """By layers, their units and inputs; and by layers, their inputs and units."""
-        return self.factors.structural_orders()
+        if isinstance(self.stored, Linearisation):
+            return chain_orders(tuple(self.stored.places.values()), self.layout, self.device)
+        return chain_orders(self.stored.layers, self.layout, self.device)
 
     def point_norms(self) -> Tensor:
         """‖S_i‖_F² of each point, (n,)."""
-        return self.factors.point_norms()
+        parts = self._some_factors(self._workspace)
+        return torch.cat([factors.point_norms() for factors in parts])
 
     def point_features(self, num_features: int, generator: torch.Generator) -> Tensor:
         """Projections of the directions of all columns of C_i."""
@@ -110,11 +169,11 @@ class ChainRoot(Root):
 
     def select(self, points: Tensor, scale: Tensor) -> ChainRoot:
         """The rows of some points, scaled."""
-        return ChainRoot(self.factors.select(points, scale))
+        return ChainRoot(self.stored.select(points, scale), self._workspace)
 
     def to(self, dtype: torch.dtype) -> ChainRoot:
         """The same root in another precision."""
-        return ChainRoot(self.factors.to(dtype))
+        return ChainRoot(self.stored.to(dtype), self._workspace)
 
     def kernel_parts(self, inverse_damping: Tensor) -> ChainKernelParts:
         """Products of inputs times products of factors, layer by layer."""

@@ -50,7 +50,10 @@ class FactoredMatrix(EntryOperator):
 
     @property
     def num_stored(self) -> int:
-        """The number of floats that the precomputation stored."""
+        """The number of floats that are stored at this time.
+
+        It grows once if `GaussNewton.memory_plan` has something for later.
+        """
         return self._root.num_stored
 
     @property

@@ -38,6 +38,10 @@ class GaussNewton(FactoredMatrix):
     columns are numbered as in `torch.nn.utils.parameters_to_vector` over the parameters with
     ``requires_grad``; `layout` gives them names.
 
+    For deep chains of Linear layers with many outputs, products need much less memory than entries.
+    What entries need is then made when they are first asked for, and kept; `memory_plan` says how
+    much that is.
+
     Args:
         model: any model that treats its points independently. It is read from what autograd
             records in a forward pass, so that control flow, attention, recurrence, tied weights
@@ -61,7 +65,8 @@ class GaussNewton(FactoredMatrix):
     Raises:
         UnsupportedModelError: points of a batch influence each other, or the forward pass is
             random.
-        InsufficientMemoryError: the factors would not fit into free memory.
+        InsufficientMemoryError: the factors would not fit into free memory. What entries alone need
+            is checked when they are first asked for.
         TypeError, ValueError: the model, the loss or the data do not fit; the message says what to
             do about it.
 
@@ -115,11 +120,12 @@ class GaussNewton(FactoredMatrix):
     def memory_plan(self) -> MemoryPlan:
         """What is stored for each parameter, and in which form; it prints as a table.
 
-        It was known before anything was allocated.
+        It was known before anything was allocated. ``stored_bytes`` is what the constructor stored,
+        and ``later_bytes`` what is added when entries are first asked for.
 
         Examples:
-            >>> H.memory_plan().stored_bytes == H.nbytes
-            True
+            >>> H.memory_plan().stored_bytes == H.nbytes, H.memory_plan().later_bytes
+            (True, 0)
         """
         return self._memory_plan
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from hcurv.layout import ParameterLayout
 from hcurv.network.jacobians.output_jacobian import OutputJacobian
 from hcurv.network.trainable_layers import TrainableLayer
 
-__all__ = ["Connections", "LayerFactors"]
+__all__ = ["Connections", "LayerFactors", "chain_orders"]
 
 
 class Connections(NamedTuple):
@@ -56,6 +57,11 @@ class LayerFactors:
         return self.inputs.shape[1]
 
     @property
+    def num_rows(self) -> int:
+        """The number q of rows of each C_i."""
+        return self.jacobian.num_rows
+
+    @property
     def num_units(self) -> int:
         """Number of units with trainable parameters."""
         return int(self.layers[-1].units.stop)
@@ -64,23 +70,6 @@ class LayerFactors:
     def num_stored(self) -> int:
         """Number of stored floats."""
         return self.inputs.numel() + sum(t.numel() for t in self.jacobian.tensors)
-
-    def structural_orders(self) -> dict[str, Tensor]:
-        """Orders of the N flat indices that follow the network, by name, each a permutation.
-
-        "layer-output-input" lists layer after layer, in a layer unit after unit, and for a unit
-        its inputs, the bias last. "layer-input-output" lists in each layer input after input, the
-        biases last, and for an input all units.
-        """
-        everything = torch.arange(self.num_parameters, device=self.inputs.device)
-        units, inputs = self.locate(everything)
-        # Units and inputs are both numbered through, layer by layer.
-        by_output = units * self.inputs.shape[0] + inputs
-        by_input = inputs * self.num_units + units
-        return {
-            "layer-output-input": by_output.argsort(),
-            "layer-input-output": by_input.argsort(),
-        }
 
     def select(self, points: Tensor, scale: Tensor) -> LayerFactors:
         """The factors of some points, their Jacobians multiplied by ``scale``."""
@@ -104,19 +93,46 @@ class LayerFactors:
 
     def locate(self, index: Tensor) -> Connections:
         """The unit μ and the input ν that each flat parameter index joins."""
-        parameter, row, column = self.layout.locate(index)
-        first_units, first_inputs = self._first_connections.to(index.device)
-        return Connections(first_units[parameter] + row, first_inputs[parameter] + column)
+        return _locate(index, self.layout, self._first_connections)
 
     @cached_property
     def _first_connections(self) -> Tensor:
-        """The first unit and the first input of each parameter of the layout, (2, parameters)."""
-        first = {}
-        for place in self.layers:
-            parameters = place.layer.parameters
-            if parameters.weight is not None:
-                first[parameters.weight.start] = (place.units.start, place.inputs.start)
-            if parameters.bias is not None:
-                first[parameters.bias.start] = (place.units.start, place.inputs.stop - 1)
-        starts = [part.start for part in self.layout.slices.values()]
-        return torch.tensor([first[start] for start in starts]).T
+        return _first_connections(self.layers, self.layout)
+
+
+def chain_orders(
+    layers: Sequence[TrainableLayer], layout: ParameterLayout, device: torch.device
+) -> dict[str, Tensor]:
+    """Orders of the N flat indices that follow the network, by name, each a permutation.
+
+    "layer-output-input" lists layer after layer, in a layer unit after unit, and for a unit its
+    inputs, the bias last. "layer-input-output" lists in each layer input after input, the biases
+    last, and for an input all units.
+    """
+    everything = torch.arange(layout.size, device=device)
+    units, inputs = _locate(everything, layout, _first_connections(layers, layout))
+    # Units and inputs are both numbered through, layer by layer.
+    by_output = units * layers[-1].inputs.stop + inputs
+    by_input = inputs * layers[-1].units.stop + units
+    return {
+        "layer-output-input": by_output.argsort(),
+        "layer-input-output": by_input.argsort(),
+    }
+
+
+def _locate(index: Tensor, layout: ParameterLayout, first_connections: Tensor) -> Connections:
+    parameter, row, column = layout.locate(index)
+    first_units, first_inputs = first_connections.to(index.device)
+    return Connections(first_units[parameter] + row, first_inputs[parameter] + column)
+
+
+def _first_connections(layers: Sequence[TrainableLayer], layout: ParameterLayout) -> Tensor:
+    """The first unit and the first input of each parameter of the layout, (2, parameters)."""
+    first = {}
+    for place in layers:
+        parameters = place.layer.parameters
+        if parameters.weight is not None:
+            first[parameters.weight.start] = (place.units.start, place.inputs.start)
+        if parameters.bias is not None:
+            first[parameters.bias.start] = (place.units.start, place.inputs.stop - 1)
+    return torch.tensor([first[part.start] for part in layout.slices.values()]).T

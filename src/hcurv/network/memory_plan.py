@@ -33,18 +33,29 @@ class MemoryPlan:
         num_points: n.
         bytes_per_float: 4 or 8.
         working_bytes: temporary memory of the precomputation, besides what is stored.
+        later: what is stored in addition when entries are first asked for. It is empty but for deep
+            chains of Linear layers with many outputs, whose products do not need it.
     """
 
     parts: tuple[StoredPart, ...]
     num_points: int
     bytes_per_float: int
     working_bytes: int
+    later: tuple[StoredPart, ...] = ()
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes that stay."""
-        floats = sum(part.floats for part in self.parts)
-        return int(floats * self.num_points) * self.bytes_per_float
+        """Bytes that stay when the data was read."""
+        return self._bytes(*self.parts)
+
+    @property
+    def later_bytes(self) -> int:
+        """Bytes that are added when entries are first asked for."""
+        return self._bytes(*self.later)
+
+    def _bytes(self, *parts: StoredPart) -> int:
+        floats = sum(part.floats for part in parts)
+        return round(floats * self.num_points) * self.bytes_per_float
 
     @property
     def peak_bytes(self) -> int:
@@ -53,12 +64,20 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         """A table, the largest first."""
-        width = max(len(part.name) for part in self.parts)
+        width = max(len(part.name) for part in (*self.parts, *self.later))
         lines = [
             f"{self.num_points} points, {format_bytes(self.stored_bytes)} stored,"
             f" {format_bytes(self.peak_bytes)} at the most while reading"
         ]
-        for part in sorted(self.parts, key=lambda part: -part.floats):
-            total = format_bytes(int(part.floats * self.num_points) * self.bytes_per_float)
-            lines.append(f"  {part.name:<{width}}  {part.form:<10}{part.floats:>12.0f}{total:>12}")
+        lines += self._rows(self.parts, width)
+        if self.later:
+            lines.append(f"{format_bytes(self.later_bytes)} more when entries are first asked for")
+            lines += self._rows(self.later, width)
         return "\n".join(lines)
+
+    def _rows(self, parts: tuple[StoredPart, ...], width: int) -> list[str]:
+        return [
+            f"  {part.name:<{width}}  {part.form:<10}{part.floats:>12.0f}"
+            f"{format_bytes(self._bytes(part)):>12}"
+            for part in sorted(parts, key=lambda part: -part.floats)
+        ]

@@ -2,11 +2,14 @@
 
 The paper's Theorem 3.1 stores, for every layer ℓ and point i, the inputs x_i^{ℓ-1} and the factors
 C_i^ℓ. `compute_factors` does so batch by batch, into memory that is reserved beforehand.
+
+Where linearised passes are cheaper, `compute_linearisation` stores the inputs and slopes instead,
+and `make_factors` makes the C_i^ℓ from them when entries are first asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +17,13 @@ from torch import Tensor
 
 from hcurv.memory import format_bytes, require_bytes
 from hcurv.network.jacobians.contractions import without_tiny
-from hcurv.network.jacobians.jacobian_plan import ChainShape, JacobianPlan
+from hcurv.network.jacobians.jacobian_plan import ChainShape, JacobianPlan, refuse_overflow
 from hcurv.network.jacobians.narrow_plan import NarrowPlan
 from hcurv.network.jacobians.wide_plan import WidePlan
 from hcurv.network.layer_factors import LayerFactors
+from hcurv.network.linearisation import Linearisation
 from hcurv.network.problem import Problem
+from hcurv.network.product_costs import passes_are_cheaper
 from hcurv.network.reading import Network
 from hcurv.network.trainable_layers import TrainableLayer, number_layers
 
@@ -26,8 +31,12 @@ __all__ = [
     "FactorPlan",
     "ForwardPass",
     "compute_factors",
+    "compute_linearisation",
     "forward_pass",
+    "make_factors",
     "plan_factors",
+    "plan_of_factors",
+    "read_chain",
 ]
 
 
@@ -40,8 +49,11 @@ class FactorPlan:
         jacobian: the plan for their Jacobian.
         num_points: n.
         num_inputs: rows of the stacked layer inputs.
-        num_floats: floats that will be stored.
+        num_floats: floats of the inputs and factors.
         working_floats: temporary floats that one point of a batch takes.
+        linearised: whether products are cheaper by linearised passes than with the factors. Then
+            the inputs, slopes and roots are stored, and the factors when entries are asked for.
+        num_linear_floats: floats of the inputs, slopes and roots.
     """
 
     layers: tuple[TrainableLayer, ...]
@@ -50,6 +62,25 @@ class FactorPlan:
     num_inputs: int
     num_floats: int
     working_floats: int
+    linearised: bool
+    num_linear_floats: int
+
+    @property
+    def network(self) -> Network:
+        """The network."""
+        return self.jacobian.chain.network
+
+    @property
+    def root_shape(self) -> tuple[int, ...]:
+        """The shape of R_i M_i^L of a point, as `Linearisation` stores it."""
+        chain = self.jacobian.chain
+        outputs = chain.network.num_outputs
+        return (outputs,) if chain.diagonal else (outputs, chain.num_rows)
+
+    def batch_size(self, workspace: int, most: int) -> int:
+        """The number of points whose temporaries fit into the workspace."""
+        fitting = workspace // (self.working_floats * self.network.dtype.itemsize)
+        return max(1, min(fitting, most))
 
 
 def plan_factors(network: Network, num_points: int, num_rows: int, diagonal: bool) -> FactorPlan:
@@ -65,6 +96,9 @@ def plan_factors(network: Network, num_points: int, num_rows: int, diagonal: boo
     chain = ChainShape(network, layers, num_points, num_rows, diagonal)
     jacobian = WidePlan(chain) if WidePlan.suits(chain) else NarrowPlan(chain)
     num_inputs = layers[-1].inputs.stop
+    hidden = network.layers[network.first_trainable : -1]
+    num_slopes = sum(layer.out_features for layer in hidden if layer.activation is not None)
+    root_floats = network.num_outputs * (1 if diagonal else num_rows)
     return FactorPlan(
         layers=layers,
         jacobian=jacobian,
@@ -73,6 +107,8 @@ def plan_factors(network: Network, num_points: int, num_rows: int, diagonal: boo
         num_floats=num_points * num_inputs + jacobian.num_floats,
         working_floats=jacobian.working_floats
         + 4 * sum(layer.out_features for layer in network.layers),
+        linearised=passes_are_cheaper(chain, jacobian),
+        num_linear_floats=num_points * (num_inputs + num_slopes + root_floats),
     )
 
 
@@ -127,6 +163,28 @@ def forward_pass(network: Network, inputs: Tensor, start: int) -> ForwardPass:
     return ForwardPass(slice(start, start + inputs.shape[0]), layer_inputs, slopes, current)
 
 
+def read_chain(
+    problem: Problem, workspace: int, progress: Callable[[int], object] | None = None
+) -> LayerFactors | Linearisation:
+    """Read all of the data once, and keep what products are cheaper with.
+
+    Args:
+        problem: the network, the loss and the data.
+        workspace: bytes of temporary memory to stay within.
+        progress: called with the number of points done since the last call.
+
+    Returns:
+        The factors, or a `Linearisation`, from which `make_factors` makes them.
+
+    Raises:
+        InsufficientMemoryError: there is no memory for it; nothing was allocated.
+    """
+    plan = _plan(problem)
+    if plan.linearised:
+        return compute_linearisation(problem, workspace, progress)
+    return compute_factors(problem, workspace, progress)
+
+
 def compute_factors(
     problem: Problem,
     workspace: int,
@@ -145,36 +203,147 @@ def compute_factors(
     Raises:
         InsufficientMemoryError: the factors do not fit into free memory; nothing was allocated.
     """
-    network, num_points = problem.network, problem.num_points
+    plan = _plan(problem)
+    network = plan.network
+    _require(problem, plan.num_floats, workspace)
+    layer_inputs = network.layers[-1].weight.new_empty(plan.num_inputs, plan.num_points)
+    jacobian = plan.jacobian.reserve()
+    for batch, root in _passes(problem, plan.batch_size(workspace, max_batch), progress):
+        _store_inputs(plan.layers, layer_inputs, batch)
+        plan.jacobian.fill(jacobian, batch.points, root, batch.slopes)
+    return LayerFactors(plan.layers, layer_inputs, jacobian, network.layout)
+
+
+def compute_linearisation(
+    problem: Problem,
+    workspace: int,
+    progress: Callable[[int], object] | None = None,
+    max_batch: int = 512,
+) -> Linearisation:
+    """Run forward passes over all batches, and keep inputs, slopes and the roots of the loss.
+
+    Args:
+        problem: the network, the loss and the data.
+        workspace: bytes of temporary memory to stay within.
+        progress: called with the number of points done since the last call.
+        max_batch: most points propagated at a time.
+
+    Raises:
+        InsufficientMemoryError: there is no memory for them; nothing was allocated.
+        ValueError: the derivatives of the network overflow.
+    """
+    plan = _plan(problem)
+    network, first = plan.network, plan.network.first_trainable
+    _require(problem, plan.num_linear_floats, workspace)
+    empty = network.layers[-1].weight.new_empty
+    layer_inputs = empty(plan.num_inputs, plan.num_points)
+    slopes = [
+        None if layer.activation is None else empty(layer.out_features, plan.num_points)
+        for layer in network.layers[first:-1]
+    ]
+    stored_root = empty(*plan.root_shape, plan.num_points)
+    for batch, root in _passes(problem, plan.batch_size(workspace, max_batch), progress):
+        _store_inputs(plan.layers, layer_inputs, batch)
+        for target, values in zip(slopes, batch.slopes[first:-1], strict=True):
+            if target is not None and values is not None:
+                target[:, batch.points] = without_tiny(values).T
+        last = batch.slopes[-1]
+        if last is not None:
+            root = root * (last if root.ndim == 2 else last[:, None])
+        stored_root[..., batch.points] = without_tiny(root).permute(*range(root.ndim)[::-1])
+        _check_derivatives(network, batch, root)
+    return Linearisation(network, layer_inputs, (*slopes, None), stored_root)
+
+
+def _check_derivatives(network: Network, batch: ForwardPass, root: Tensor) -> None:
+    """Send a random combination of the rows of R_i M_i^L back through the layers."""
+    generator = torch.Generator().manual_seed(0)
+    mix = torch.randn(root.shape[1], generator=generator, dtype=torch.float64).to(root)
+    adjoint = root * mix if root.ndim == 2 else mix @ root
+    for position in range(len(network.layers) - 1, network.first_trainable, -1):
+        adjoint = adjoint @ network.layers[position].weight
+        slope = batch.slopes[position - 1]
+        if slope is not None:
+            adjoint = adjoint * slope
+    refuse_overflow(adjoint, batch.points)
+
+
+def make_factors(
+    linearisation: Linearisation, workspace: int, max_batch: int = 512
+) -> LayerFactors:
+    """The factors C_i of a linearised network; they share its inputs.
+
+    Args:
+        linearisation: the network at all points.
+        workspace: bytes of temporary memory to stay within.
+        max_batch: most points at a time.
+
+    Raises:
+        InsufficientMemoryError: the factors do not fit into free memory; nothing was allocated.
+        ValueError: the derivatives of the network overflow.
+    """
+    plan = plan_of_factors(linearisation)
+    num_floats = plan.num_floats - linearisation.inputs.numel()
+    itemsize = linearisation.dtype.itemsize
+    require_bytes(
+        num_floats * itemsize + workspace,
+        linearisation.device,
+        f"the factors that entries are made of, for {plan.num_points} points and"
+        f" {linearisation.num_parameters} parameters (their workspace of"
+        f" {format_bytes(workspace)} included)",
+        ("use products alone, which do not need them", *_WAYS_OUT),
+    )
+    jacobian = plan.jacobian.reserve()
+    batch_size = plan.batch_size(workspace, max_batch)
+    for start in range(0, plan.num_points, batch_size):
+        points = slice(start, min(start + batch_size, plan.num_points))
+        plan.jacobian.fill(jacobian, points, *linearisation.at(points))
+    return LayerFactors(plan.layers, linearisation.inputs, jacobian, linearisation.layout)
+
+
+def plan_of_factors(linearisation: Linearisation) -> FactorPlan:
+    """What `make_factors` will store; the inputs, which are stored already, included."""
+    root = linearisation.root
+    return plan_factors(
+        linearisation.network, linearisation.num_points, root.shape[-2], diagonal=root.ndim == 2
+    )
+
+
+def _plan(problem: Problem) -> FactorPlan:
+    """Find the shape of R_i from the first point, and plan."""
+    network = problem.network
     assert network is not None
     first = problem.survey.first_inputs
     assert isinstance(first, Tensor)
     sample = forward_pass(network, first[:1], 0)
     root = problem.loss_root(sample.outputs, sample.points)
-    plan = plan_factors(network, num_points, root.shape[1], diagonal=root.ndim == 2)
+    return plan_factors(network, problem.num_points, root.shape[1], diagonal=root.ndim == 2)
+
+
+def _require(problem: Problem, num_floats: int, workspace: int) -> None:
     require_bytes(
-        plan.num_floats * network.dtype.itemsize + workspace,
-        network.device,
-        f"the precomputation for {num_points} points and {network.num_parameters}"
+        num_floats * problem.dtype.itemsize + workspace,
+        problem.device,
+        f"the precomputation for {problem.num_points} points and {problem.layout.size}"
         f" parameters (its workspace of {format_bytes(workspace)} included)",
         _WAYS_OUT,
     )
-    fitting = workspace // (plan.working_floats * network.dtype.itemsize)
-    batch_size = max(1, min(fitting, max_batch))
-    layer_inputs = network.layers[-1].weight.new_empty(plan.num_inputs, plan.num_points)
-    jacobian = plan.jacobian.reserve()
+
+
+def _passes(
+    problem: Problem, batch_size: int, progress: Callable[[int], object] | None
+) -> Iterator[tuple[ForwardPass, Tensor]]:
+    """Forward passes over all of the data, and R_i at the same points."""
+    assert problem.network is not None
     start = 0
     for inputs in problem.inputs():
         assert isinstance(inputs, Tensor)
         for some in inputs.split(batch_size):
-            batch = forward_pass(network, some, start)
-            root = problem.loss_root(batch.outputs, batch.points)
-            _store_inputs(plan.layers, layer_inputs, batch)
-            plan.jacobian.fill(jacobian, batch.points, root, batch.slopes)
+            batch = forward_pass(problem.network, some, start)
+            yield batch, problem.loss_root(batch.outputs, batch.points)
             start = batch.points.stop
             if progress is not None:
                 progress(some.shape[0])
-    return LayerFactors(plan.layers, layer_inputs, jacobian, network.layout)
 
 
 _WAYS_OUT = (

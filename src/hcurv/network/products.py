@@ -6,7 +6,9 @@ network. With the stored factors and u_i^ℓ = Ŵ_ℓ x_i^{ℓ-1} neither pass g
     (a)  y_i = R_i J_i ŵ = Σ_ℓ C_i^ℓ u_i^ℓ
     (d)  (Hŵ)^ℓ = Σ_i ((C_i^ℓ)ᵀ y_i) (x_i^{ℓ-1})ᵀ
 
-This takes 4Nn flops per column in matrix products, and little else.
+This takes 4Nn flops per column in matrix products, and little else, if the factors are small. Where
+outputs are many and the network is deep they are not, and `linearised_products` goes through the
+layers; `product_costs` says where.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ from hcurv.losses import Loss
 from hcurv.network.jacobians.contractions import FEW_COLUMNS
 from hcurv.network.jacobians.output_jacobian import CacheSizes, UnitGroup
 from hcurv.network.layer_factors import LayerFactors
+from hcurv.network.linearisation import Linearisation
 from hcurv.network.reading import Network
-from hcurv.network.trainable_layers import TrainableLayer
+from hcurv.network.trainable_layers import TrainableLayer, number_layers
 
 __all__ = [
     "ProductSizes",
     "diagonal",
+    "even_slices",
     "gradient",
     "product",
     "root_columns",
@@ -140,8 +144,8 @@ def _steps(
     most_columns = min(sizes.max_columns, max(FEW_COLUMNS, budget // (rows * fewest)))
     most_columns = max(1, min(num_columns, most_columns))
     most_points = max(1, min(budget // (rows * most_columns), sizes.max_points))
-    for columns in _even_slices(num_columns, most_columns):
-        for points in _even_slices(factors.num_points, most_points):
+    for columns in even_slices(num_columns, most_columns):
+        for points in even_slices(factors.num_points, most_points):
             yield columns, points
 
 
@@ -228,7 +232,7 @@ def diagonal(factors: LayerFactors, workspace: int) -> Tensor:
     cost = max(1, *(jacobian.gram_cost(group, group) for group in jacobian.groups))
     per_point = widest * (2 * cost + 1) + factors.inputs.shape[0]
     step = max(1, workspace // (per_point * result.dtype.itemsize))
-    for points in _even_slices(factors.num_points, step):
+    for points in even_slices(factors.num_points, step):
         inputs = factors.inputs[:, points].square()
         for place in factors.layers:
             norms = jacobian.squared_norms(place.units, points)
@@ -238,7 +242,7 @@ def diagonal(factors: LayerFactors, workspace: int) -> Tensor:
 
 def gradient(
     network: Network,
-    factors: LayerFactors,
+    stored: LayerFactors | Linearisation,
     loss: Loss,
     targets: Tensor,
     weights: Tensor,
@@ -250,19 +254,19 @@ def gradient(
 
     Args:
         network: the network.
-        factors: its stored factors, for the inputs.
+        stored: what was stored of it, for the inputs.
         loss: the loss f of each point.
         targets: the targets of all points.
         weights: the weight of each point, (n,).
         workspace: bytes of temporary memory to stay within.
     """
-    result = factors.inputs.new_zeros(factors.num_parameters, 1)
+    result = stored.inputs.new_zeros(stored.num_parameters, 1)
     layers = network.layers[network.first_trainable :]
-    places = {place.position - network.first_trainable: place for place in factors.layers}
+    places = {place.position - network.first_trainable: place for place in number_layers(network)}
     per_point = 4 * sum(layer.out_features + layer.in_features for layer in layers)
     step = max(1, workspace // (per_point * result.dtype.itemsize))
-    for points in _even_slices(factors.num_points, step):
-        inputs = factors.inputs[:, points]
+    for points in even_slices(stored.num_points, step):
+        inputs = stored.inputs[:, points]
         current = inputs[places[0].inputs][: layers[0].in_features].T
         slopes = []
         for layer in layers:
@@ -281,7 +285,7 @@ def gradient(
     return result.squeeze(1)
 
 
-def _even_slices(length: int, most: int) -> Iterator[slice]:
+def even_slices(length: int, most: int) -> Iterator[slice]:
     """Slices of nearly equal length, none longer than ``most``."""
     if length:
         count = -(-length // most)

@@ -99,7 +99,12 @@ class Root(ABC):
     @property
     @abstractmethod
     def num_stored(self) -> int:
-        """The number of floats that are stored."""
+        """The number of floats that are stored at this time."""
+
+    @property
+    def num_stored_with_entries(self) -> int:
+        """The number of floats that are stored once entries were asked for."""
+        return self.num_stored
 
     @property
     @abstractmethod

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from hcurv.network import products
 from hcurv.network.chain_root import ChainRoot
+from hcurv.network.linearisation import Linearisation
 from hcurv.network.memory_plan import MemoryPlan, StoredPart
 from hcurv.network.model.compute import compute_layered_root, model_gradient
 from hcurv.network.model_inputs import num_points
-from hcurv.network.precompute import compute_factors
+from hcurv.network.precompute import read_chain
 from hcurv.network.problem import NUM_TRIED, Problem
 from hcurv.network.root import Root
 
@@ -47,20 +48,30 @@ def compute_root(
     if problem.network is None:
         root, plan = compute_layered_root(problem, workspace, progress)
         return root, problem, plan
-    factors = compute_factors(problem, workspace, progress)
-    count = factors.num_points
+    stored = read_chain(problem, workspace, progress)
+    chain = ChainRoot(stored, workspace)
+    return chain, problem, _plan_of_chain(chain, workspace)
+
+
+def _plan_of_chain(root: ChainRoot, workspace: int) -> MemoryPlan:
+    """What a chain has stored, and what it will store when it is asked for entries."""
+    count, stored = root.num_points, root.stored
+    inputs = stored.inputs.numel()
+    linearised = isinstance(stored, Linearisation)
+    name = "slopes and weighted outputs" if linearised else "derivatives"
     parts = (
-        StoredPart("inputs of all layers", "plain", factors.inputs.numel() / count),
-        StoredPart("derivatives", "plain", (factors.num_stored - factors.inputs.numel()) / count),
+        StoredPart("inputs of all layers", "plain", inputs / count),
+        StoredPart(name, "plain", (stored.num_stored - inputs) / count),
     )
-    plan = MemoryPlan(parts, count, problem.dtype.itemsize, workspace)
-    return ChainRoot(factors), problem, plan
+    more = root.num_stored_with_entries - stored.num_stored
+    later = (StoredPart("derivatives", "plain", more / count),) if linearised else ()
+    return MemoryPlan(parts, count, root.dtype.itemsize, workspace, later)
 
 
 def _chain_agrees(problem: Problem) -> bool:
     """Whether the rows of the first points are those of automatic differentiation."""
     few = problem.first_points(NUM_TRIED)
-    root = ChainRoot(compute_factors(few, _FEW_BYTES))
+    root = ChainRoot(read_chain(few, _FEW_BYTES), _FEW_BYTES)
     inputs, parameters = few.survey.first_inputs, few.snapshot.trainable
     count = num_points(inputs)
     with torch.enable_grad():
@@ -114,7 +125,7 @@ def compute_gradient(
     if isinstance(root, ChainRoot):
         assert problem.network is not None
         return products.gradient(
-            problem.network, root.factors, problem.loss, targets, weights, workspace
+            problem.network, root.stored, problem.loss, targets, weights, workspace
         )
     # Points that do not belong to the matrix have no weight.
     everything = weights.new_zeros(problem.num_points)

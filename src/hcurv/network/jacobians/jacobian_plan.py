@@ -15,7 +15,7 @@ from hcurv.network.jacobians.output_jacobian import OutputJacobian
 from hcurv.network.reading import Network
 from hcurv.network.trainable_layers import TrainableLayer
 
-__all__ = ["ChainShape", "JacobianPlan", "scale_columns", "store_factors"]
+__all__ = ["ChainShape", "JacobianPlan", "refuse_overflow", "scale_columns", "store_factors"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,13 @@ class ChainShape:
 
 
 class JacobianPlan(ABC):
-    """The memory that one kind of Jacobian takes, and how it is filled."""
+    """The memory that one kind of Jacobian takes, and how it is filled.
+
+    Attributes:
+        chain: the network.
+    """
+
+    chain: ChainShape
 
     @property
     @abstractmethod
@@ -70,6 +76,16 @@ class JacobianPlan(ABC):
     @abstractmethod
     def working_floats(self) -> int:
         """The number of temporary floats that `fill` needs for one point."""
+
+    @property
+    @abstractmethod
+    def read_floats(self) -> int:
+        """Floats of a point that each half of a product reads, for each right-hand side."""
+
+    @property
+    @abstractmethod
+    def weight_products(self) -> int:
+        """Multiplications in matrix products for a point and right-hand side, but those with Ŵ."""
 
     @abstractmethod
     def reserve(self) -> OutputJacobian:
@@ -130,7 +146,12 @@ def store_factors(
         position -= 1
         moved = (weight.T @ factor.flatten(1)).view(-1, *factor.shape[1:])
         factor = scale_columns(moved, slopes[position])
-    if not all(math.isfinite(extreme) for extreme in torch.aminmax(factor)):
+    refuse_overflow(factor, points)
+
+
+def refuse_overflow(derivatives: Tensor, points: slice) -> None:
+    """Raise a ValueError if the derivatives at some points are not finite."""
+    if not all(math.isfinite(extreme) for extreme in torch.aminmax(derivatives)):
         raise ValueError(
             f"the network's derivatives overflow at points {points.start} to {points.stop - 1}"
         )

@@ -42,6 +42,16 @@ class NarrowPlan(JacobianPlan):
         """C of the widest layer in three stages."""
         return 3 * self.chain.num_rows * max(x.out_features for x in self.chain.network.layers)
 
+    @property
+    def read_floats(self) -> int:
+        """The columns."""
+        return self.chain.num_hidden * self.chain.num_rows
+
+    @property
+    def weight_products(self) -> int:
+        """None."""
+        return 0
+
     def reserve(self) -> NarrowJacobian:
         """Memory for the columns and the tail."""
         chain = self.chain

@@ -51,6 +51,16 @@ class WidePlan(JacobianPlan):
         num_hidden, width = self.chain.num_hidden, self._width
         return 2 * width * self.chain.num_rows + 3 * num_hidden * (num_hidden + width)
 
+    @property
+    def read_floats(self) -> int:
+        """The interface."""
+        return self.chain.num_hidden * self._width
+
+    @property
+    def weight_products(self) -> int:
+        """Products with W_L and its transpose."""
+        return 2 * self._width * self.chain.num_rows
+
     def reserve(self) -> WideJacobian:
         """Memory for all but the head, which is the weight of the last layer."""
         chain, last = self.chain, self.chain.hidden[-1]
