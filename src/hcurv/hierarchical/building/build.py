@@ -178,7 +178,7 @@ class Builder:
         with self._phases.timed("samples"):
             sampler.grow(max(sampler.num_columns, num_columns_for(rank)))
         # Padding takes time, and so does every group.
-        padding = _GROUP_FLOPS // (max(1, rows.largest) * sampler.num_columns)
+        padding = _GROUP_FLOPS // max(1, rows.largest * sampler.num_columns)
         groups = group_by_shape(counts, torch.ones_like(counts), least_saving=padding)
         groups.sort(key=lambda group: -int(counts[group].max()))
         probed = groups[0][:_PROBED_NODES]

@@ -146,7 +146,10 @@ class _Planner:
     ) -> None:
         self._source, self._trees, self._keep_diagonal = source, dict(trees), keep_diagonal
         self._leaf_sizes, self._phases = leaf_sizes, phases
-        rows = next(iter(trees.values())).permutation.sort().values
+        rows = next(iter(trees.values())).permutation
+        if len(trees) > 1:
+            # With a given order, the result does not depend on the numbering of the rows.
+            rows = rows.sort().values
         self._known = SampledMatrix(source, rows, seed, phases, max_working)
         self._num_rows = rows.numel()
         self._places = rows.new_full((source.shape[0],), -1)  # of rows in the sample
@@ -459,10 +462,11 @@ class _Planner:
         share, norm = known.residual(rank), known.norm
         factor = known.factor(rank)
         if rank:
-            part = GlobalPart(known.rows, factor)
+            rows, order = known.rows.sort()
+            part = GlobalPart(rows, factor if known.is_sorted else factor[order])
         if chosen.ordering == "none":
             # Leaves of one row and levels of rank 0 are a diagonal.
-            rows = known.rows if chosen.leaf_size else known.rows[:0]
+            rows = known.rows.sort().values if chosen.leaf_size else known.rows[:0]
             tree = ClusterTree(self._source.shape[0], rows, depth_for(rows.numel(), 1), "none")
             return BuildStart(plan, tree, chosen.leaf_size, part, None, None, share, norm)
         tree = self._trees[chosen.ordering]

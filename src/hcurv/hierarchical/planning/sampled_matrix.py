@@ -42,13 +42,14 @@ class SampledMatrix:
 
     Args:
         source: the matrix, with a product.
-        rows: rows of it, ascending; the others are zero.
+        rows: rows of it, in the order that vectors have here; the others are zero.
         seed: seed of the random vectors.
         phases: where to count the time and show progress.
         max_floats: number of floats that products and global part may take.
 
     Attributes:
         rows: as given.
+        is_sorted: whether they ascend.
         held_out: random vectors, (rows + 1, s), whose last row is zero, and their products.
         is_exhausted: whether the global part spans the range of the matrix.
     """
@@ -57,6 +58,8 @@ class SampledMatrix:
         self, source: EntrySource, rows: Tensor, seed: int, phases: Phases, max_floats: int
     ) -> None:
         self._source, self.rows, self._phases = source, rows, phases
+        self.is_sorted = bool((rows.diff() > 0).all())
+        self._is_whole = self.is_sorted and rows.numel() == source.shape[0]
         self._max_columns = max_floats // max(1, rows.numel())
         self._generator = torch.Generator(source.device).manual_seed(seed)
         self._pool: list[Columns] = []
@@ -261,15 +264,13 @@ class SampledMatrix:
 
     def _whole(self, columns: Tensor) -> Tensor:
         """Columns with all rows of the matrix."""
-        size = self._source.shape[0]
-        if self.rows.numel() == size:
+        if self._is_whole:
             return columns
+        size = self._source.shape[0]
         return columns.new_zeros(size, columns.shape[1]).index_copy_(0, self.rows, columns)
 
     def _kept(self, columns: Tensor) -> Tensor:
-        if self.rows.numel() == columns.shape[0]:
-            return columns
-        return columns.index_select(0, self.rows)
+        return columns if self._is_whole else columns.index_select(0, self.rows)
 
     def _draw(self, num_columns: int) -> Columns:
         self._require_memory(self.width + num_columns)
