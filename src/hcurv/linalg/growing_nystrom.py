@@ -53,15 +53,16 @@ class GrowingNystrom:
 
     def images(self, count: int) -> Tensor:
         """The next images Y, at most ``count``, as a copy: directions of a Krylov space."""
-        start = 0
+        found, start = [], 0
         for block in self._images:
-            first = self._num_passed_on - start
-            if first < block.shape[1]:
-                found = block[:, first : first + count].clone()
-                self._num_passed_on += found.shape[1]
-                return found
+            first = max(0, self._num_passed_on - start)
+            if first < block.shape[1] and count > 0:
+                found.append(block[:, first : first + count])
+                count -= found[-1].shape[1]
             start += block.shape[1]
-        raise ValueError("all images were given out")
+        result = torch.cat(found, 1)
+        self._num_passed_on += result.shape[1]
+        return result
 
     def extend(self, columns: Tensor) -> int:
         """Add the directions of some columns that are new; return how many.

@@ -38,10 +38,12 @@ _LEAF_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 # Where memory is short, as few as 64 have to do.
 _FIRST_COLUMNS, _MAX_COLUMNS, _LEAST_COLUMNS = 144, 400, 64
 # A global part is first made of this many directions.
-_FIRST_WIDTH = 32
+_FIRST_WIDTH = 16
 # A global part of rank g is made of this many times as many directions, and at least of so many
 # times as many.
 _AMPLE, _USABLE = 1.25, 1.15
+# Trees are not estimated as long as few directions suggest a rank below so many times as many.
+_NEAR = 10.0
 # From one step to the next, the directions grow at most by this factor.
 _MAX_STEP = 3.0
 # A global part alone that takes no more than so many times the floats of the smallest leaves is not
@@ -266,15 +268,16 @@ class _Planner:
             found = self._alone(int(alone)) if alone <= limit else None
             if found is not None and found.floats <= _SMALL * self._least_tree():
                 return [found, *others]
-            if self._first_columns > known.affordable_pool:
-                # There is no memory for trees, unless nothing else remains.
+            has_no_room = self._first_columns > known.affordable_pool
+            if has_no_room:  # for trees, unless nothing else remains
                 known.keep_no_pool()
                 if found is not None:
                     return [found]
-                if not is_last:
-                    step = min(max(1.5, _AMPLE * alone / width), _MAX_STEP)
-                    width = min(math.ceil(step * width), self._max_width)
-                    continue
+            is_small = alone * num_rows <= _SMALL * self._least_tree()
+            is_near = width < _FIRST_COLUMNS and alone <= _NEAR * limit
+            if not is_last and found is None and (has_no_room or is_small or is_near):
+                width = self._wider(width, alone)
+                continue
             if tree is None:
                 tree = self._tree_alone(tolerance, alone * num_rows)
                 others = [tree]
@@ -285,7 +288,7 @@ class _Planner:
             if found is not None and found.floats <= _CLEAR * others[0].floats:
                 return [found, *others]
             if limit < alone < others[0].floats / num_rows and not is_last:
-                step = min(max(1.5, _AMPLE * alone / width), _MAX_STEP)
+                width = self._wider(width, alone)
             else:
                 tree = self._tree_alone(tolerance, math.inf)
                 others = [tree] if found is None else [tree, found]
@@ -293,10 +296,14 @@ class _Planner:
                 best = others[0]
                 if is_last or not (best.leaf_size and 2 * best.global_rank > limit):
                     return others
-                step = _MAX_STEP
-            width = min(math.ceil(step * width), self._max_width)
+                width = self._wider(width, math.inf)
             if width > known.affordable_pool:
                 known.keep_no_pool()
+
+    def _wider(self, width: int, rank: float) -> int:
+        """The number of directions to go on to, if a global part seems to need some rank."""
+        step = min(max(1.5, _AMPLE * rank / width), _MAX_STEP)
+        return min(math.ceil(step * width), self._max_width)
 
     def _with_both(self, others: list[Candidate], tolerance: float, limit: int) -> list[Candidate]:
         """Other candidates, and those of a tree beside a global part, best first.

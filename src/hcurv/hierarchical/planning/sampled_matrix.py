@@ -30,6 +30,8 @@ _HELD_OUT = 16
 # Directions are multiplied in panels of so many floats (256 MB in single precision), but of at
 # least so many columns.
 _PANEL_FLOATS, _LEAST_PANEL = 2**26, 16
+# So many directions are multiplied together, if so many are asked for.
+_WIDE = 96
 # If fewer than this share of new directions are independent of the others, the global part spans
 # the range of the matrix.
 _FULL = 0.9
@@ -74,9 +76,10 @@ class SampledMatrix:
         self._last: float | None = None  # mean of ‖(H − VVᵀ)ω‖² over held-out columns
         self._tails: list[float] = []  # sums of the squares of the eigenvalues from a rank on
         with phases.timed("samples"):
-            # A stream of their own, so that they do not depend on what else is drawn.
-            own = torch.Generator(source.device).manual_seed(seed + 1)
-            self.held_out = random_products(source, rows, _HELD_OUT, own)
+            # The first columns of the pool are multiplied together with them.
+            inputs, products = self._draw(2 * _HELD_OUT)
+            self.held_out = inputs[:, :_HELD_OUT], products[:, :_HELD_OUT]
+            self._pool.append((inputs[:, _HELD_OUT:], products[:, _HELD_OUT:]))
 
     @property
     def width(self) -> int:
@@ -119,8 +122,9 @@ class SampledMatrix:
     def extend(self, width: int) -> None:
         """Make the global part of at least ``width`` directions, if the matrix has so many.
 
-        A direction is H times a random vector. It is multiplied by H once more, which makes the
-        global part nearly the best of its rank (Nyström; what is left is positive semi-definite).
+        A direction is H times a random vector, or times a direction before (a Krylov space). It is
+        multiplied by H once more, which makes the global part nearly the best of its rank (Nyström;
+        what is left is positive semi-definite).
         """
         if width <= self.width or self.is_exhausted:
             return
@@ -130,12 +134,20 @@ class SampledMatrix:
         with self._phases.timed("global part"):
             while self.width < width and not self.is_exhausted:
                 count = min(panel, width - self.width)
-                is_random = self._part.num_images == 0
-                taken = self._take(count) if is_random else self._part.images(count)
+                num_images = min(count, self._part.num_images)
+                # Random vectors take another product each, but few directions at a time are slow.
+                num_random = min(count, max(_WIDE, num_images)) - num_images
+                parts = [self._part.images(num_images)] if num_images else []
+                while num_random > 0:
+                    parts.append(self._take(num_random))
+                    num_random -= parts[-1].shape[1]
+                taken = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+                del parts
                 if self._root is not None:
                     taken = self._root.root_product(self._whole(taken))
                 added = self._part.extend(taken)
-                self.is_exhausted = is_random and added < _FULL * taken.shape[1]
+                num_random = taken.shape[1] - num_images
+                self.is_exhausted = num_random > 0 and added < _FULL * num_random
             self._last = None
             self.residual(0)
 
