@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 __all__ = ["group_by_shape"]
+
+_Numbers = npt.NDArray[np.int64]
 
 # More groups mean less padding, but more and smaller batched operations.
 _MAX_GROUPS = 24
@@ -29,47 +33,53 @@ def group_by_shape(num_rows: Tensor, num_cols: Tensor, least_saving: int = 0) ->
         The positions of the members of each group, ascending. Matrices without entries are in a
         group of their own.
     """
-    # One number for each shape, in the same order: torch finds unique numbers far faster than rows.
-    base = int(num_cols.max()) + 1 if num_cols.numel() else 1
-    codes, members = torch.unique(num_rows * base + num_cols, return_inverse=True)
-    shapes = torch.stack([codes // base, codes % base], 1)
-    counts = members.bincount(minlength=shapes.shape[0])
-    entries = counts * shapes.prod(1)
-    empty = shapes.prod(1) == 0
-    groups = [(~empty).nonzero().squeeze(1)]
-    needed = int(entries.sum())
-    cuts = [_best_cut(shapes, counts, group) for group in groups]
-    while len(groups) < _MAX_GROUPS:
-        padding = sum(_padded(shapes, counts, group) for group in groups) - needed
+    rows, cols = num_rows.cpu().numpy(), num_cols.cpu().numpy()
+    # One number for each shape, in the same order: these are found far faster than pairs.
+    base = int(cols.max()) + 1 if cols.size else 1
+    codes, members, counts = np.unique(rows * base + cols, return_inverse=True, return_counts=True)
+    shapes = np.stack([codes // base, codes % base], 1)
+    sizes = shapes.prod(1)
+    needed = int((counts * sizes).sum())
+    groups = [np.flatnonzero(sizes)]
+    cuts = [_best_cut(shapes, counts, groups[0])]
+    padding = _padded(shapes, counts, groups[0]) - needed
+    while len(groups) < _MAX_GROUPS and padding > _MAX_PADDING * needed:
         best = max(range(len(groups)), key=lambda k: cuts[k][0])
         saving, left, right = cuts[best]
-        if saving <= least_saving or padding <= _MAX_PADDING * needed:
+        if saving <= least_saving:
             break
+        padding -= saving
         groups[best : best + 1] = [left, right]
         cuts[best : best + 1] = [_best_cut(shapes, counts, part) for part in (left, right)]
-    groups.append(empty.nonzero().squeeze(1))
-    found = [torch.isin(members, group).nonzero().squeeze(1) for group in groups]
-    return [group for group in found if group.numel()]
+    groups.append(np.flatnonzero(sizes == 0))
+    number = np.empty(len(codes), dtype=np.int64)
+    for place, group in enumerate(groups):
+        number[group] = place
+    of_member = number[members]
+    found = (np.flatnonzero(of_member == place) for place in range(len(groups)))
+    return [torch.from_numpy(group).to(num_rows.device) for group in found if group.size]
 
 
-def _padded(shapes: Tensor, counts: Tensor, group: Tensor) -> int:
-    if group.numel() == 0:
+def _padded(shapes: _Numbers, counts: _Numbers, group: _Numbers) -> int:
+    if group.size == 0:
         return 0
-    return int(counts[group].sum() * shapes[group].amax(0).prod())
+    return int(counts[group].sum() * shapes[group].max(0).prod())
 
 
-def _best_cut(shapes: Tensor, counts: Tensor, group: Tensor) -> tuple[int, Tensor, Tensor]:
+def _best_cut(
+    shapes: _Numbers, counts: _Numbers, group: _Numbers
+) -> tuple[int, _Numbers, _Numbers]:
     """Return how many entries the best cut of a group saves, and its two parts."""
     best = (0, group, group[:0])
-    if group.numel() < 2:
+    if group.size < 2:
         return best
     whole = _padded(shapes, counts, group)
     for axis in (0, 1):
-        order = group[shapes[group, axis].argsort(stable=True)]
+        order = group[shapes[group, axis].argsort(kind="stable")]
         sizes, numbers = shapes[order], counts[order]
-        upto = numbers.cumsum(0)
-        before = upto * sizes.cummax(0).values.prod(1)
-        after = (upto[-1] - upto + numbers) * sizes.flip(0).cummax(0).values.flip(0).prod(1)
+        upto = numbers.cumsum()
+        before = upto * np.maximum.accumulate(sizes).prod(1)
+        after = (upto[-1] - upto + numbers) * np.maximum.accumulate(sizes[::-1])[::-1].prod(1)
         savings = whole - (before[:-1] + after[1:])
         cut = int(savings.argmax())
         if int(savings[cut]) > best[0]:

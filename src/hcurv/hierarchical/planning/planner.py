@@ -52,6 +52,10 @@ _SMALL = 2.5
 # A global part alone that takes no more than this share of the floats of a tree alone is better
 # than any of both together.
 _CLEAR = 0.85
+# A global part alone that takes so many times the floats of a tree is out of the question.
+_OPEN = 2.0
+# Estimates of both together that are better by less than this factor are not better.
+_SURE = 1.03
 # An error that was measured on a sample has to be below this share of the tolerance.
 _SAFETY = 0.97
 # The tolerance that a number of floats allows is found in at most six steps, to 5 % of the floats.
@@ -290,7 +294,7 @@ class _Planner:
             if limit < alone < others[0].floats / num_rows and not is_last:
                 width = self._wider(width, alone)
             else:
-                tree = self._tree_alone(tolerance, math.inf)
+                tree = self._tree_alone(tolerance, alone * num_rows)
                 others = [tree] if found is None else [tree, found]
                 others = self._with_both(others, tolerance, limit)
                 best = others[0]
@@ -321,7 +325,10 @@ class _Planner:
             if candidate.floats > best:
                 break
             best = candidate.floats
-        return sorted(others, key=lambda candidate: candidate.floats)
+        return sorted(
+            others,
+            key=lambda one: one.floats * (_SURE if one.global_rank and one.leaf_size else 1.0),
+        )
 
     def _least_tree(self) -> float:
         """Floats that the leaves of any tree take, whatever its ranks are."""
@@ -338,7 +345,7 @@ class _Planner:
         Args:
             tolerance: relative error.
             alone: floats of a global part alone. If a tree takes clearly more, as few columns as
-                there are tell so.
+                there are tell so, and if it takes far less, a first sample does.
         """
         known = self._known
         if tolerance in self._certain_trees:
@@ -349,7 +356,8 @@ class _Planner:
         if alone <= _CLEAR * found.floats:
             return found
         known.draw(self._first_columns, 0)
-        return self._best_by_rank([0], tolerance)[0]
+        is_open = alone < _OPEN * found.floats or alone == math.inf
+        return self._best_by_rank([0], tolerance, patient=is_open)[0]
 
     def _best_by_rank(
         self, ranks: Sequence[int], tolerance: float, patient: bool = True
