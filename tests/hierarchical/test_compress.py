@@ -373,7 +373,7 @@ def test_progress_covers_planning_and_says_what_is_done(
     shown = capsys.readouterr().err
     steps = [
         "planning: ordering the rows",
-        "planning: global part from 32 random products",
+        "planning: global part from 16 directions",
         "compressed to 2.50% of N², estimated error",
     ]
     places = [shown.index(step) for step in steps]

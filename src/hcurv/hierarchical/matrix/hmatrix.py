@@ -337,7 +337,12 @@ class HMatrix(EntryOperator):
         return self._with(leaves=leaves)
 
     def with_parts(self, **parts: Any) -> HMatrix:
-        """Return this matrix with other parts, by the names that the constructor takes."""
+        """Return this matrix with other parts, by the names that the constructor takes.
+
+        Examples:
+            >>> torch.equal(A.with_parts(leaves=A.leaves) @ b, A @ b)
+            True
+        """
         return self._with(**parts)
 
     def refresh(self, matrix: EntrySource | Tensor, seed: int = 0) -> HMatrix:

@@ -50,7 +50,6 @@ class Plan:
         Plan for a relative error of 1.0e-02, N = 100 (estimates)
           global rank  leaves    stored  ordering
         →           1       –   1.0000%  none
-                    0      16  13.3700%  natural
     """
 
     tolerance: float

@@ -129,7 +129,7 @@ class SampledMatrix:
         if width <= self.width or self.is_exhausted:
             return
         self._require_memory(width)
-        self._phases.describe(f"planning: global part from {width} random products")
+        self._phases.describe(f"planning: global part from {width} directions")
         panel = max(_LEAST_PANEL, _PANEL_FLOATS // (2 * max(1, self.rows.numel())))
         with self._phases.timed("global part"):
             while self.width < width and not self.is_exhausted:
