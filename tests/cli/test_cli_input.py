@@ -131,6 +131,12 @@ def build_loudly():
     print("building")
     return build()
 
+def convolution():
+    torch.manual_seed(5)
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 3, 3)), nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 4)
+    )
+
 def fails():
     raise KeyError("no such size")
 
@@ -168,6 +174,31 @@ def test_factory_with_and_without_weights(network: Network, factory: str, tmp_pa
     last_first = np.concatenate([wanted[70:], wanted[:70]])  # as the parameters are registered
     assert np.allclose(found, last_first, rtol=1e-5)
     assert not np.allclose(own, last_first, rtol=1e-2)
+
+
+def test_a_convolution_by_its_factory(network: Network, factory: str, tmp_path: Path) -> None:
+    """Every command that reads a model reads any model."""
+    arguments = ["--data", network.data, *CROSS_ENTROPY, "--model", f"{factory}:convolution"]
+    torch.manual_seed(5)
+    model = nn.Sequential(
+        nn.Unflatten(1, (1, 3, 3)), nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 4)
+    ).double()
+    parameters = dict(model.named_parameters())
+    wanted = torch.zeros(sum(p.numel() for p in parameters.values()), dtype=torch.float64)
+    for point in network.inputs.double()[:, None]:
+        jacobians = torch.func.jacrev(torch.func.functional_call, argnums=1)(
+            model, parameters, (point,)
+        )
+        rows = torch.cat([part.reshape(4, -1) for part in jacobians.values()], 1).detach()
+        shares = model(point)[0].softmax(0).detach()
+        inner = shares.diag() - shares[:, None] * shares
+        wanted += torch.einsum("ak,ab,bk->k", rows, inner, rows) / len(network.inputs)
+    assert np.allclose(diagonal(tmp_path, *arguments), wanted.numpy(), rtol=1e-4)
+    document = succeed_json("compress", *arguments, "--tolerance", "1e-3", "--out", "A.safetensors")
+    assert document["estimated_error"] < 2e-3
+    assert hcurv.load("A.safetensors").shape == (wanted.numel(), wanted.numel())
+    succeed("solve", *arguments, "--damping", "1e-2", "--logdet")
+    succeed("compare", *arguments, "--storage", "0.3")
 
 
 @pytest.mark.parametrize(

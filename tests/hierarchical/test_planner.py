@@ -229,3 +229,34 @@ def test_orders_are_asked_for_once() -> None:
         calls.clear()
         hcurv.compress(operator, leaf_size=8, **options)
         assert len(calls) == 1
+
+
+def test_a_workspace_bounds_the_global_part() -> None:
+    """A small one is refused before trees are tried, with one that suffices."""
+    vectors = torch.linalg.qr(normal(400, 400)).Q
+    values = torch.arange(1, 401, dtype=torch.float64) ** -0.7
+    dense = vectors * values @ vectors.T
+    dense = (dense + dense.T) / 2
+    with pytest.raises(hcurv.InsufficientMemoryError, match=r"room for a global part of rank \d+"):
+        hcurv.compress(dense, tolerance=1e-2, workspace=400 * 8 * 150)
+    rough = hcurv.compress(dense, tolerance=0.4, workspace=400 * 8 * 250)
+    assert rough.global_rank > 0
+    assert rough.relative_error(dense) < 0.42
+    with pytest.raises(ValueError, match="workspace must be"):
+        hcurv.compress(dense, workspace=0)
+
+
+@both_dtypes
+def test_few_points_are_sketched_in_sample_space(dtype: torch.dtype) -> None:
+    """With fewer rows of the root than parameters; zero rows included."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 12), nn.ReLU(), nn.Linear(12, 4)).to(dtype)
+    inputs = torch.randn(40, 30, dtype=dtype)
+    inputs[:, :3] = 0
+    operator = hcurv.GaussNewton(model, nn.CrossEntropyLoss(), inputs)
+    assert operator.num_root_rows < operator.shape[0]
+    for tolerance in (1e-1, 1e-3):
+        matrix = hcurv.compress(operator, tolerance=tolerance)
+        assert matrix.relative_error(operator) < 1.3 * tolerance
+    exact = hcurv.compress(operator, tolerance=0)
+    assert exact.relative_error(operator) < 1e3 * torch.finfo(dtype).eps

@@ -30,8 +30,9 @@ _EXACT = ("parameters", "samples")
 # this many times as long as the fastest way: it has log-determinants and square roots.
 _QUICK, _PATIENCE = 1.0, 1.2
 # Where solves are iterative, log-determinants are exact if that is predicted to take less than this
-# many seconds, or no longer than this many times as long as the solves.
-_LOGDET_SECONDS, _LOGDET_PATIENCE = 20.0, 10.0
+# many seconds, or no longer than this many times as long as the solves; beyond so many seconds, no
+# longer than the solves.
+_LOGDET_SECONDS, _LOGDET_PATIENCE, _LOGDET_MOST = 20.0, 10.0, 120.0
 # The first sketch has this many columns, and another doubles it.
 _FIRST_COLUMNS = 32
 # A hierarchical preconditioner needs no more than this damped tolerance.
@@ -242,7 +243,8 @@ class _Inversion:
 
     def _affordable(self, way: Way, ways: list[Way]) -> list[Way]:
         """The exact ways that may be gone for a log-determinant alone, the fastest first."""
-        allowed = max(_LOGDET_SECONDS, _LOGDET_PATIENCE * way.seconds)
+        allowed = min(max(_LOGDET_SECONDS, _LOGDET_PATIENCE * way.seconds), _LOGDET_MOST)
+        allowed = max(allowed, way.seconds)
         return [
             other
             for other in ways

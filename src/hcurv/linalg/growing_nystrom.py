@@ -177,12 +177,12 @@ class GrowingNystrom:
         return result
 
     def factor(self, rank: int) -> Tensor:
-        """V, (M, rank): orthogonal columns in the order of eigenvalues."""
+        """V, (M, rank), stored by columns: orthogonal, in the order of eigenvalues."""
         first = self._images[0]
         mixing = self._mixing(rank, first)
-        result = first @ mixing[: first.shape[1]]
-        start = first.shape[1]
-        for block in self._images[1:]:
+        result = first.new_zeros(rank, first.shape[0]).T
+        start = 0
+        for block in self._images:
             stop = start + block.shape[1]
             result.addmm_(block, mixing[start:stop])
             start = stop

@@ -10,6 +10,7 @@ from torch import Tensor
 from hcurv.hierarchical.building.level_step import NodeSkeletons
 from hcurv.hierarchical.parts.levels import Basis, Coupling, LeafBlocks, row_table
 from hcurv.hierarchical.parts.shape_groups import group_by_shape
+from hcurv.memory import require_bytes
 from hcurv.operators import EntrySource
 from hcurv.sources import blocks
 
@@ -38,6 +39,12 @@ def leaf_blocks(source: EntrySource, rows: Tensor, bounds: Tensor) -> LeafBlocks
     """
     counts = bounds.diff()
     width, num_leaves = int(counts.max()), counts.numel()  # leaves differ by one row at most
+    require_bytes(
+        num_leaves * width**2 * source.dtype.itemsize,
+        source.device,
+        f"the diagonal blocks of {num_leaves} leaves",
+        ("choose a smaller leaf_size", "use float32"),
+    )
     index = _lookup(rows, row_table(bounds[:-1], counts, width, rows.numel()))
     values = torch.empty(num_leaves, width, width, dtype=source.dtype, device=source.device)
     step = max(1, _BLOCK_ENTRIES // max(1, width**2))

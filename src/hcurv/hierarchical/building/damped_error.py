@@ -37,8 +37,9 @@ __all__ = ["badness", "damped_step", "estimate_damped_error", "frobenius_toleran
 
 # Number of probes: errors are then known to about 20 %.
 _NUM_PROBES = 16
-# Steps of a power iteration that estimates ‖E‖, the probes themselves included.
-_POWER_STEPS = 3
+# Steps of a power iteration that estimates ‖E‖, the probes themselves included, and how many of the
+# probes, those that E makes largest, take part in the later ones.
+_POWER_STEPS, _POWER_PROBES = 3, 6
 # Steps of Lanczos that estimate effective dimension and norm of the matrix to some 20 %.
 _LANCZOS_STEPS = 24
 # So many columns estimate the norm of a matrix that has no products.
@@ -159,6 +160,8 @@ def _power_norm(
             symmetric.
     """
     largest = 0.0
+    chosen = squares.topk(min(_POWER_PROBES, squares.numel())).indices
+    vectors, squares = vectors[:, chosen], squares[chosen]
     for _ in range(_POWER_STEPS - 1):
         alive = squares > 0
         if not bool(alive.any()):

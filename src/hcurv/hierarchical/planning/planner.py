@@ -24,6 +24,7 @@ from hcurv.hierarchical.parts.plan import Candidate, Plan, RankProfile, toleranc
 from hcurv.hierarchical.planning.rank_trial import Subtrees, TrialLevel
 from hcurv.hierarchical.planning.sampled_matrix import DEFAULT_WORKSPACE, SampledMatrix
 from hcurv.hierarchical.tree.cluster_tree import ClusterTree, cluster, depth_for
+from hcurv.memory import InsufficientMemoryError
 from hcurv.operators import EntrySource
 from hcurv.sources import structural_orders
 
@@ -277,6 +278,8 @@ class _Planner:
                 known.keep_no_pool()
                 if found is not None:
                     return [found]
+                if is_last and not known.is_exhausted:
+                    self._refuse(tolerance, limit, alone)
             is_small = alone * num_rows <= _SMALL * self._least_tree()
             is_near = width < _FIRST_COLUMNS and alone <= _NEAR * limit
             if not is_last and found is None and (has_no_room or is_small or is_near):
@@ -303,6 +306,18 @@ class _Planner:
                 width = self._wider(width, math.inf)
             if width > known.affordable_pool:
                 known.keep_no_pool()
+
+    def _refuse(self, tolerance: float, limit: int, rank: float) -> None:
+        """Say what the workspace allows, and what would be needed."""
+        hint = ""
+        if rank < math.inf:
+            wanted = self._known.bytes_for(_AMPLE * rank)
+            hint = f"; workspace={wanted:.1g} or more may suffice"
+        raise InsufficientMemoryError(
+            f"the workspace has room for a global part of rank {limit}, which leaves a relative"
+            f" error of {self._known.residual(limit):.1e}, above the tolerance {tolerance:.1e}, and"
+            f" for no tree of N = {self._source.shape[0]}{hint}. Or use a larger tolerance"
+        )
 
     def _wider(self, width: int, rank: float) -> int:
         """The number of directions to go on to, if a global part seems to need some rank."""
@@ -472,9 +487,9 @@ class _Planner:
     def _finish(self, plan: Plan | None, chosen: Candidate) -> BuildStart:
         """Everything that the build of a candidate starts from."""
         known, part, rank = self._known, None, chosen.global_rank
-        if chosen.ordering == "none":
-            known.keep_no_pool()
         share, norm = known.residual(rank), known.norm
+        if chosen.ordering == "none":
+            known.release()
         factor = known.factor(rank)
         if rank:
             rows, order = known.rows.sort()

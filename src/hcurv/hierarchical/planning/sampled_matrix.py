@@ -78,8 +78,8 @@ class SampledMatrix:
         with phases.timed("samples"):
             # The first columns of the pool are multiplied together with them.
             inputs, products = self._draw(2 * _HELD_OUT)
-            self.held_out = inputs[:, :_HELD_OUT], products[:, :_HELD_OUT]
-            self._pool.append((inputs[:, _HELD_OUT:], products[:, _HELD_OUT:]))
+            self.held_out = inputs[:, :_HELD_OUT].clone(), products[:, :_HELD_OUT].clone()
+            self._pool.append((inputs[:, _HELD_OUT:].clone(), products[:, _HELD_OUT:].clone()))
 
     @property
     def width(self) -> int:
@@ -97,8 +97,22 @@ class SampledMatrix:
 
         With it exist the products that it is made of, and its columns in the end.
         """
-        arrays = 2 if self._root is not None else 3
-        return max(0, self._max_columns - 4 * _HELD_OUT) // arrays
+        return max(0, self._max_columns - self._num_reserved) // self._num_arrays
+
+    @property
+    def _num_arrays(self) -> int:
+        """Number of arrays as large as the global part: it, Y, and Q if that has as many rows."""
+        return 2 if self._root is not None else 3
+
+    @property
+    def _num_reserved(self) -> int:
+        """Number of columns that are held out, or that a panel of directions takes."""
+        return 2 * _HELD_OUT + 3 * _LEAST_PANEL
+
+    def bytes_for(self, width: float) -> float:
+        """About how large a workspace would have to be for some number of directions."""
+        columns = self._num_reserved + self._num_arrays * width
+        return columns * self.rows.numel() * self._source.dtype.itemsize
 
     @property
     def affordable_pool(self) -> int:
@@ -176,6 +190,11 @@ class SampledMatrix:
     def _forget_taken(self) -> None:
         while self._pool and self._num_forgotten + self._pool[0][0].shape[1] <= self._num_taken:
             self._num_forgotten += self._pool.pop(0)[0].shape[1]
+
+    def release(self) -> None:
+        """Forget all random vectors, once nothing but the global part is needed."""
+        self._pool.clear()
+        self.held_out = self.held_out[0][:, :0].clone(), self.held_out[1][:, :0].clone()
 
     def columns(self, rank: int) -> Columns:
         """All columns that are independent of a global part of some rank, and their products.
