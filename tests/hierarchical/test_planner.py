@@ -203,7 +203,7 @@ def test_tolerance_zero_finds_the_numerical_rank(dtype: torch.dtype) -> None:
     rounding = torch.finfo(dtype).eps * operator.shape[0] ** 0.5
     assert matrix.relative_error(operator) < 2 * rounding
     tree = hcurv.compress(operator, tolerance=0.0, global_rank=0)
-    assert matrix.num_stored < 0.6 * tree.num_stored
+    assert matrix.num_stored < 0.7 * tree.num_stored
     assert matrix.plan is not None
     assert matrix.plan.others[0].global_rank == 0
 
