@@ -208,6 +208,10 @@ class _Planner:
         self, max_floats: int, least: float, rank: int | None
     ) -> tuple[list[Candidate], float]:
         """The most accurate way that takes no more floats, with others, and its tolerance."""
+        if rank is None:
+            found = self._alone_within(max_floats, least)
+            if found is not None:
+                return found
         tolerance = max(_DEFAULT_TOLERANCE, least)
         for number in range(_STORAGE_STEPS):
             # The tree alone shows about what is possible, and is cheaper to estimate.
@@ -229,6 +233,28 @@ class _Planner:
             candidates[0] = self._alone(rank)
             tolerance = self._known.residual(rank)
         return candidates, tolerance
+
+    def _alone_within(self, max_floats: int, least: float) -> tuple[list[Candidate], float] | None:
+        """A global part alone that uses all of the storage, if no tree can be as accurate."""
+        known = self._known
+        rank = max(0, max_floats - self._alone(0).floats) // self._num_rows
+        known.extend(min(math.ceil(_AMPLE * rank), _FIRST_COLUMNS, self._max_width))
+        limit = min(int(known.width / _USABLE), known.rank)
+        if rank == 0 or limit < 2:
+            return None
+        error = known.residual(min(rank, limit))
+        if rank > limit:  # it goes on falling, at most as fast as now
+            error *= (error / known.residual(limit // 2)) ** ((rank - limit) / (limit - limit // 2))
+        if error <= least:
+            return None
+        tree = self._best_by_rank([0], error, patient=False)[0]
+        if max_floats > _CLEAR * tree.floats:
+            return None
+        known.extend(min(math.ceil(_AMPLE * rank), self._max_width))
+        rank = min(rank, known.rank)
+        if known.residual(rank) <= least:
+            return None
+        return [self._alone(rank), tree], known.residual(rank)
 
     def _choose_exact(self) -> list[Candidate]:
         """A tree alone, or a global part alone of the numerical rank of the matrix, best first.
