@@ -135,23 +135,11 @@ class DenseBlocks:
 
     def times(self, values: Tensor) -> Tensor:
         """Return the blocks times the values at `cols`, for `rows`."""
-        result = values.new_empty(self.rows.numel())
-        parts = zip(
-            self.blocks, values.split(self.num_cols), result.split(self.num_rows), strict=True
-        )
-        for block, own, out in parts:
-            torch.mv(block, own, out=out)
-        return result
+        return _products(self.blocks, values, self.num_cols, self.num_rows)
 
     def transposed_times(self, values: Tensor) -> Tensor:
         """Return the transposed blocks times the values at `rows`, for `cols`."""
-        result = values.new_empty(self.cols.numel())
-        parts = zip(
-            self.transposed, values.split(self.num_rows), result.split(self.num_cols), strict=True
-        )
-        for block, own, out in parts:
-            torch.mv(block, own, out=out)
-        return result
+        return _products(self.transposed, values, self.num_rows, self.num_cols)
 
     def both_times(self, at_rows: Tensor, at_cols: Tensor) -> tuple[Tensor, Tensor]:
         """Return the blocks times ``at_cols`` and their transposes times ``at_rows``.
@@ -172,6 +160,17 @@ class DenseBlocks:
             torch.mv(block, right, out=left_out)
             torch.mv(transposed, left, out=right_out)
         return for_rows, for_cols
+
+
+def _products(
+    blocks: tuple[Tensor, ...], values: Tensor, lengths: tuple[int, ...], sizes: tuple[int, ...]
+) -> Tensor:
+    """Products of blocks with parts of ``values`` of these lengths, one after the other."""
+    result = values.new_empty(sum(sizes))
+    parts = zip(blocks, values.split(lengths), result.split(sizes), strict=True)
+    for block, own, out in parts:
+        torch.mv(block, own, out=out)
+    return result
 
 
 def top_number(sizes: Sequence[int]) -> int:

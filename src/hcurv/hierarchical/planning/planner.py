@@ -1,10 +1,9 @@
 """Choose what to store, from few products and entries, before anything is built.
 
-A global part of rank g takes g floats a row, and makes the ranks of the tree smaller. The ranks
-that a tolerance asks for are found by building a few subtrees, for several g. From how they grow
-with the length of a node follows the number of floats of a tree with leaves of any size. The
-products that are drawn for this serve the build, as samples or for the global part; only those that
-sharpened a global part which is not used are lost.
+A global part of rank g takes g floats a row, and makes the ranks of the tree smaller. What trees
+would take is estimated (`tree_estimates`) only where that can change the answer. The products that
+are drawn for this serve the build, as samples or for the global part; only those that sharpened a
+global part which is not used are lost.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from hcurv.hierarchical.building.construct import BuildStart
 from hcurv.hierarchical.building.phases import Phases
 from hcurv.hierarchical.building.sampler import num_columns_for
 from hcurv.hierarchical.parts.global_part import GlobalPart
-from hcurv.hierarchical.parts.plan import Candidate, Plan, RankProfile, tolerance_step, tree_floats
-from hcurv.hierarchical.planning.rank_trial import Subtrees, TrialLevel
+from hcurv.hierarchical.parts.plan import Candidate, Plan, tolerance_step
 from hcurv.hierarchical.planning.sampled_matrix import DEFAULT_WORKSPACE, SampledMatrix
+from hcurv.hierarchical.planning.tree_estimates import CLEAR, FIRST_COLUMNS, SAFETY, TreeEstimates
 from hcurv.hierarchical.tree.cluster_tree import ClusterTree, cluster, depth_for
 from hcurv.memory import InsufficientMemoryError
 from hcurv.operators import EntrySource
@@ -30,14 +29,8 @@ from hcurv.sources import structural_orders
 
 __all__ = ["prepare"]
 
-# Four subtrees of 512 rows with leaves of 16 are tried. More or larger ones predict ranks better,
-# and cost more entries and time.
-_SUBTREE_ROWS, _NUM_SUBTREES, _TRIAL_LEAF = 512, 4, 16
 # Leaf sizes to choose from.
 _LEAF_SIZES = (16, 32, 64, 128, 256, 512, 1024)
-# Ranks are first tried on this many columns, and on as many as 400 if they turn out to be large.
-# Where memory is short, as few as 64 have to do.
-_FIRST_COLUMNS, _MAX_COLUMNS, _LEAST_COLUMNS = 144, 400, 64
 # A global part is first made of this many directions.
 _FIRST_WIDTH = 16
 # A global part of rank g is made of this many times as many directions, and at least of so many
@@ -50,15 +43,8 @@ _MAX_STEP = 3.0
 # A global part alone that takes no more than so many times the floats of the smallest leaves is not
 # compared with trees, which would take longer than making it.
 _SMALL = 2.5
-# A global part alone that takes no more than this share of the floats of a tree alone is better
-# than any of both together.
-_CLEAR = 0.85
-# A global part alone that takes so many times the floats of a tree is out of the question.
-_OPEN = 2.0
 # Estimates of both together that are better by less than this factor are not better.
 _SURE = 1.03
-# An error that was measured on a sample has to be below this share of the tolerance.
-_SAFETY = 0.97
 # The tolerance that a number of floats allows is found in at most six steps, to 5 % of the floats.
 _STORAGE_STEPS, _STORAGE_MATCH = 6, 0.05
 # For a tolerance of 0, trees are estimated at this multiple of the machine epsilon.
@@ -151,22 +137,16 @@ class _Planner:
         seed: int,
         phases: Phases,
     ) -> None:
-        self._source, self._trees, self._keep_diagonal = source, dict(trees), keep_diagonal
-        self._leaf_sizes, self._phases = leaf_sizes, phases
+        self._source, self._trees, self._leaf_sizes = source, dict(trees), leaf_sizes
         rows = next(iter(trees.values())).permutation
         if len(trees) > 1:
             # With a given order, the result does not depend on the numbering of the rows.
             rows = rows.sort().values
-        self._known = SampledMatrix(source, rows, seed, phases, max_working)
         self._num_rows = rows.numel()
-        self._places = rows.new_full((source.shape[0],), -1)  # of rows in the sample
-        self._places[rows] = torch.arange(rows.numel(), device=source.device)
-        self._subtrees: dict[str, Subtrees | None] = {}
-        # The best tree without a global part for a tolerance, where it is certain.
-        self._certain_trees: dict[float, Candidate] = {}
-        # Floats of the last estimate for an ordering and a global rank.
-        self._tree_floats: dict[tuple[str, int], int] = {}
-        self._profiles: dict[tuple[str, int, float, int, int], RankProfile] = {}
+        self._known = SampledMatrix(source, rows, seed, phases, max_working)
+        self._estimates = TreeEstimates(
+            source, trees, leaf_sizes, keep_diagonal, self._known, phases
+        )
 
     def run(self, tolerance: float, global_rank: int | None, max_floats: int | None) -> BuildStart:
         """Choose what is left open, and prepare the build of it."""
@@ -177,7 +157,7 @@ class _Planner:
         rank = None if global_rank is None else min(global_rank, self._known.rank)
         if rank is not None and len(self._trees) == len(self._leaf_sizes) == 1:
             if max_floats is None:
-                self._known.draw(self._first_columns, rank)
+                self._known.draw(self._estimates.first_columns, rank)
                 only = Candidate(rank, self._leaf_sizes[0], next(iter(self._trees)), 0)
                 return self._finish(None, only)
         if max_floats is not None:
@@ -193,16 +173,6 @@ class _Planner:
     def _max_width(self) -> int:
         """Largest number of directions of a global part."""
         return min(self._num_rows, max(_FIRST_WIDTH, self._known.affordable))
-
-    @property
-    def _first_columns(self) -> int:
-        """Number of columns that ranks are first tried on."""
-        return min(_FIRST_COLUMNS, max(_LEAST_COLUMNS, self._known.affordable_pool))
-
-    @property
-    def _max_columns(self) -> int:
-        """Largest number of columns of a sample."""
-        return max(self._first_columns, min(_MAX_COLUMNS, self._known.affordable_pool))
 
     def _choose_within(
         self, max_floats: int, least: float, rank: int | None
@@ -226,19 +196,19 @@ class _Planner:
         best = candidates[0]
         if rank is None and best.ordering == "none" and tolerance > least:
             # A global part alone may as well use all of the storage.
-            rank = max(0, max_floats - self._alone(0).floats) // self._num_rows
+            rank = max(0, max_floats - self._estimates.without_tree(0).floats) // self._num_rows
             if rank > best.global_rank:
                 self._known.extend(min(math.ceil(_AMPLE * rank), self._max_width))
             rank = min(rank, self._known.rank)
-            candidates[0] = self._alone(rank)
+            candidates[0] = self._estimates.without_tree(rank)
             tolerance = self._known.residual(rank)
         return candidates, tolerance
 
     def _alone_within(self, max_floats: int, least: float) -> tuple[list[Candidate], float] | None:
         """A global part alone that uses all of the storage, if no tree can be as accurate."""
         known = self._known
-        rank = max(0, max_floats - self._alone(0).floats) // self._num_rows
-        known.extend(min(math.ceil(_AMPLE * rank), _FIRST_COLUMNS, self._max_width))
+        rank = max(0, max_floats - self._estimates.without_tree(0).floats) // self._num_rows
+        known.extend(min(math.ceil(_AMPLE * rank), FIRST_COLUMNS, self._max_width))
         limit = min(int(known.width / _USABLE), known.rank)
         if rank == 0 or limit < 2:
             return None
@@ -247,14 +217,14 @@ class _Planner:
             error *= (error / known.residual(limit // 2)) ** ((rank - limit) / (limit - limit // 2))
         if error <= least:
             return None
-        tree = self._best_by_rank([0], error, patient=False)[0]
-        if max_floats > _CLEAR * tree.floats:
+        tree = self._estimates.best(0, error, patient=False)
+        if max_floats > CLEAR * tree.floats:
             return None
         known.extend(min(math.ceil(_AMPLE * rank), self._max_width))
         rank = min(rank, known.rank)
         if known.residual(rank) <= least:
             return None
-        return [self._alone(rank), tree], known.residual(rank)
+        return [self._estimates.without_tree(rank), tree], known.residual(rank)
 
     def _choose_exact(self) -> list[Candidate]:
         """A tree alone, or a global part alone of the numerical rank of the matrix, best first.
@@ -262,20 +232,20 @@ class _Planner:
         A global part and a tree together are no choice here: what the global part leaves is
         rounding, which no tree compresses.
         """
-        candidates = self._best_by_rank([0], _FINEST * torch.finfo(self._source.dtype).eps)
+        tree = self._estimates.best(0, _FINEST * torch.finfo(self._source.dtype).eps)
         width = _FIRST_WIDTH
         while True:
             # A global part must not take more than the tree.
-            useful = math.ceil(_AMPLE * candidates[0].floats / self._num_rows) + 1
+            useful = math.ceil(_AMPLE * tree.floats / self._num_rows) + 1
             width = min(width, useful, self._max_width)
             self._known.extend(width)
             if self._known.is_exhausted:
                 rank = self._known.rank
                 rank = int(self._known.rank_for(_ROUNDING * self._known.residual(rank), rank))
-                options = [*candidates, self._alone(rank)]
+                options = [tree, self._estimates.without_tree(rank)]
                 return sorted(options, key=lambda candidate: candidate.floats)
             if width == min(useful, self._max_width):
-                return candidates
+                return [tree]
             width *= 2
 
     def _choose(self, tolerance: float, rank: int | None) -> list[Candidate]:
@@ -287,7 +257,7 @@ class _Planner:
         known, num_rows = self._known, self._num_rows
         if rank is not None:
             # If only orderings are compared, estimates may all be too small in the same way.
-            return self._best_by_rank([rank], tolerance, patient=len(self._leaf_sizes) > 1)
+            return [self._estimates.best(rank, tolerance, patient=len(self._leaf_sizes) > 1)]
         width = max(min(_FIRST_WIDTH, num_rows), known.width)
         tree: Candidate | None = None  # the best without a global part
         others: list[Candidate] = []
@@ -295,35 +265,35 @@ class _Planner:
             known.extend(width)
             limit = known.rank if known.is_exhausted else min(int(width / _USABLE), known.rank)
             is_last = known.is_exhausted or width >= self._max_width
-            alone = known.rank_for(_SAFETY * tolerance, limit)
-            found = self._alone(int(alone)) if alone <= limit else None
-            if found is not None and found.floats <= _SMALL * self._least_tree():
+            alone = known.rank_for(SAFETY * tolerance, limit)
+            found = self._estimates.without_tree(int(alone)) if alone <= limit else None
+            if found is not None and found.floats <= _SMALL * self._estimates.least_floats:
                 return [found, *others]
-            has_no_room = self._first_columns > known.affordable_pool
+            has_no_room = self._estimates.first_columns > known.affordable_pool
             if has_no_room:  # for trees, unless nothing else remains
                 known.keep_no_pool()
                 if found is not None:
                     return [found]
                 if is_last and not known.is_exhausted:
                     self._refuse(tolerance, limit, alone)
-            is_small = alone * num_rows <= _SMALL * self._least_tree()
-            is_near = width < _FIRST_COLUMNS and alone <= _NEAR * limit
+            is_small = alone * num_rows <= _SMALL * self._estimates.least_floats
+            is_near = width < FIRST_COLUMNS and alone <= _NEAR * limit
             if not is_last and found is None and (has_no_room or is_small or is_near):
                 width = self._wider(width, alone)
                 continue
             if tree is None:
-                tree = self._tree_alone(tolerance, alone * num_rows)
+                tree = self._estimates.alone(tolerance, alone * num_rows)
                 others = [tree]
-            elif others == [tree] and alone * num_rows > _CLEAR * tree.floats:
+            elif others == [tree] and alone * num_rows > CLEAR * tree.floats:
                 # There are more columns now, which may tell more.
-                tree = self._tree_alone(tolerance, 0.0)
+                tree = self._estimates.alone(tolerance, 0.0)
                 others = [tree]
-            if found is not None and found.floats <= _CLEAR * others[0].floats:
+            if found is not None and found.floats <= CLEAR * others[0].floats:
                 return [found, *others]
             if limit < alone < others[0].floats / num_rows and not is_last:
                 width = self._wider(width, alone)
             else:
-                tree = self._tree_alone(tolerance, alone * num_rows)
+                tree = self._estimates.alone(tolerance, alone * num_rows)
                 others = [tree] if found is None else [tree, found]
                 others = self._with_both(others, tolerance, limit)
                 best = others[0]
@@ -356,12 +326,12 @@ class _Planner:
         More global ranks are tried only if the first of them is better than all others.
         """
         best = min(candidate.floats for candidate in others)
-        most = min(limit, int((best - self._least_tree()) / self._num_rows))
+        most = min(limit, int((best - self._estimates.least_floats) / self._num_rows))
         for share in (4, 2, 1):
             rank = most // share
             if rank == 0:
                 continue
-            (candidate,) = self._best_by_rank([rank], tolerance, patient=False)
+            candidate = self._estimates.best(rank, tolerance, patient=False)
             others.append(candidate)
             if candidate.floats > best:
                 break
@@ -370,145 +340,6 @@ class _Planner:
             others,
             key=lambda one: one.floats * (_SURE if one.global_rank and one.leaf_size else 1.0),
         )
-
-    def _least_tree(self) -> float:
-        """Floats that the leaves of any tree take, whatever its ranks are."""
-        depths = [
-            self._depth(leaf_size, tree)
-            for leaf_size in self._leaf_sizes
-            for tree in self._trees.values()
-        ]
-        return self._num_rows**2 / float(2 ** max(depths))
-
-    def _tree_alone(self, tolerance: float, alone: float) -> Candidate:
-        """The best tree without a global part.
-
-        Args:
-            tolerance: relative error.
-            alone: floats of a global part alone. If a tree takes clearly more, as few columns as
-                there are tell so, and if it takes far less, a first sample does.
-        """
-        known = self._known
-        if tolerance in self._certain_trees:
-            return self._certain_trees[tolerance]
-        # A global part of that rank would need these columns anyway.
-        known.draw(int(min(self._first_columns, alone / self._num_rows)), 0)
-        found = self._best_by_rank([0], tolerance, patient=False)[0]
-        if alone <= _CLEAR * found.floats:
-            return found
-        known.draw(self._first_columns, 0)
-        is_open = alone < _OPEN * found.floats or alone == math.inf
-        return self._best_by_rank([0], tolerance, patient=is_open)[0]
-
-    def _best_by_rank(
-        self, ranks: Sequence[int], tolerance: float, patient: bool = True
-    ) -> list[Candidate]:
-        """The best candidate for every global rank, best first.
-
-        If it is ``patient``, the sample grows until the best estimate is certain.
-        """
-        known, names = self._known, list(self._trees)
-        while True:
-            estimates = []
-            for rank in ranks:
-                if rank and known.residual(rank) > _SAFETY * tolerance:
-                    known.draw(self._first_columns, rank)
-                options = []
-                for name in names if rank == 0 else self._orderings(tolerance):
-                    option, is_certain = self._best_leaves(name, rank, tolerance)
-                    options.append((option, is_certain))
-                    self._tree_floats[name, rank] = option.floats
-                estimates.append(min(options, key=lambda option: option[0].floats))
-            estimates.sort(key=lambda option: option[0].floats)
-            best, is_certain = estimates[0]
-            if is_certain and best.global_rank == 0:
-                self._certain_trees[tolerance] = best
-            num_columns = known.num_columns(best.global_rank)
-            if is_certain or not patient or num_columns >= self._max_columns:
-                return [candidate for candidate, _ in estimates]
-            # Orderings that are clearly worse are not tried again.
-            names = [
-                name
-                for name in names
-                if _CLEAR * self._tree_floats.get((name, 0), 0) <= best.floats
-            ]
-            known.draw(self._max_columns, best.global_rank)
-
-    def _orderings(self, tolerance: float) -> list[str]:
-        """The orderings to look at beside a global part: only the best without it."""
-        names = list(self._trees)
-        if len(names) == 1:
-            return names
-        for name in names:
-            if (name, 0) not in self._tree_floats:
-                option, _ = self._best_leaves(name, 0, tolerance)
-                self._tree_floats[name, 0] = option.floats
-        return [min(names, key=lambda name: self._tree_floats[name, 0])]
-
-    def _depth(self, leaf_size: int, tree: ClusterTree) -> int:
-        return min(depth_for(self._source.shape[0], leaf_size), tree.depth)
-
-    def _best_leaves(self, name: str, rank: int, tolerance: float) -> tuple[Candidate, bool]:
-        """The candidate with the best leaf size, and whether the sample had columns enough."""
-        if self._known.residual(rank) <= _SAFETY * tolerance:
-            return self._alone(rank), True
-        shared = rank * self._num_rows
-        profile = self._trial(name, rank, tolerance)
-        best: Candidate | None = None
-        for leaf_size in self._leaf_sizes:
-            depth = self._depth(leaf_size, self._trees[name])
-            floats = shared + round(tree_floats(self._num_rows, depth, profile))
-            if best is None or floats < best.floats:
-                best = Candidate(rank, leaf_size, name, floats)
-        assert best is not None
-        return best, profile.certain
-
-    def _alone(self, rank: int) -> Candidate:
-        """A global part without a tree, or with the diagonal of what it leaves."""
-        shared = rank * self._num_rows
-        if not self._keep_diagonal:
-            return Candidate(rank, 0, "none", shared)
-        return Candidate(rank, 1, "none", shared + 2 ** depth_for(self._num_rows, 1))
-
-    def _trial(self, name: str, rank: int, tolerance: float) -> RankProfile:
-        """The ranks in a few subtrees of an ordering, beside a global part."""
-        known = self._known
-        key = (name, rank, tolerance, known.num_columns(rank), known.width if rank else 0)
-        if key not in self._profiles:
-            if name not in self._subtrees:
-                self._subtrees[name] = self._make_subtrees(self._trees[name])
-            subtrees = self._subtrees[name]
-            levels = []
-            if subtrees is not None:
-                self._phases.describe(
-                    f"planning: ranks for a relative error of {tolerance:.1e} beside a global part"
-                    f" of rank {rank}"
-                )
-                levels = subtrees.ranks(known, rank, tolerance)
-            self._profiles[key] = self._profile(levels, known.num_columns(rank))
-        return self._profiles[key]
-
-    def _profile(self, levels: list[TrialLevel], num_columns: int) -> RankProfile:
-        """How ranks grow, from the levels whose ranks are well below the number of columns."""
-        known = [x for x in levels if num_columns_for(int(x.ranks.max())) <= num_columns]
-        known = known if len(known) > 1 else levels[:2]
-        ranks = [level.ranks.double() for level in known]
-        return RankProfile(
-            self._num_rows,
-            max(1.0, math.log2(self._num_rows / levels[0].length)) if levels else 1.0,
-            tuple(level.length for level in known),
-            tuple(float(r.mean()) for r in ranks),
-            tuple(float(r.square().mean().sqrt()) for r in ranks),
-            len(known) == len(levels),
-        )
-
-    def _make_subtrees(self, tree: ClusterTree) -> Subtrees | None:
-        order = tree.permutation
-        length = min(_SUBTREE_ROWS, 2 ** int(math.log2(max(1, order.numel() // 2))))
-        if order.numel() < 2:
-            return None
-        leaf_length = min(_TRIAL_LEAF, length)
-        return Subtrees(self._source, order, self._places, length, leaf_length, _NUM_SUBTREES)
 
     def _finish(self, plan: Plan | None, chosen: Candidate) -> BuildStart:
         """Everything that the build of a candidate starts from."""
@@ -526,13 +357,10 @@ class _Planner:
             tree = ClusterTree(self._source.shape[0], rows, depth_for(rows.numel(), 1), "none")
             return BuildStart(plan, tree, chosen.leaf_size, part, None, None, share, norm)
         tree = self._trees[chosen.ordering]
-        scores = {}
-        if plan is not None and len(self._trees) > 1:
-            for (name, beside), floats in self._tree_floats.items():
-                if beside == rank:
-                    scores[name] = float(floats)
-        tree = replace(tree, depth=self._depth(chosen.leaf_size, tree), scores=scores)
-        places = self._places[tree.permutation]
+        scores = self._estimates.scores(rank) if plan is not None and len(self._trees) > 1 else {}
+        depth = self._estimates.depth(chosen.leaf_size, tree)
+        tree = replace(tree, depth=depth, scores=scores)
+        places = known.places[tree.permutation]
         places = torch.cat([places, places.new_full((1,), self._num_rows)])
 
         def ordered(columns: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

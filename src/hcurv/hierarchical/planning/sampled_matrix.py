@@ -52,6 +52,7 @@ class SampledMatrix:
     Attributes:
         rows: as given.
         is_sorted: whether they ascend.
+        places: where each row of the matrix lies among them, and −1 for the others, (N,).
         held_out: random vectors, (rows + 1, s), whose last row is zero, and their products.
         is_exhausted: whether the global part spans the range of the matrix.
     """
@@ -61,6 +62,8 @@ class SampledMatrix:
     ) -> None:
         self._source, self.rows, self._phases = source, rows, phases
         self.is_sorted = bool((rows.diff() > 0).all())
+        self.places = rows.new_full((source.shape[0],), -1)
+        self.places[rows] = torch.arange(rows.numel(), device=rows.device)
         self._is_whole = self.is_sorted and rows.numel() == source.shape[0]
         self._max_columns = max_floats // max(1, rows.numel())
         self._generator = torch.Generator(source.device).manual_seed(seed)

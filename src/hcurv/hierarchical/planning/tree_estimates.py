@@ -1,0 +1,201 @@
+"""How many floats trees would take, alone or beside a global part.
+
+The ranks that a tolerance asks for are found by building a few subtrees. From how they grow with
+the length of a node follows the number of floats of a tree with leaves of any size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from hcurv.hierarchical.building.phases import Phases
+from hcurv.hierarchical.building.sampler import num_columns_for
+from hcurv.hierarchical.parts.plan import Candidate, RankProfile, tree_floats
+from hcurv.hierarchical.planning.rank_trial import Subtrees, TrialLevel
+from hcurv.hierarchical.planning.sampled_matrix import SampledMatrix
+from hcurv.hierarchical.tree.cluster_tree import ClusterTree, depth_for
+from hcurv.operators import EntrySource
+
+__all__ = ["CLEAR", "FIRST_COLUMNS", "SAFETY", "TreeEstimates"]
+
+# Four subtrees of 512 rows with leaves of 16 are tried. More or larger ones predict ranks better,
+# and cost more entries and time.
+_SUBTREE_ROWS, _NUM_SUBTREES, _TRIAL_LEAF = 512, 4, 16
+# Ranks are first tried on this many columns, and on as many as 400 if they turn out to be large.
+# Where memory is short, as few as 64 have to do.
+FIRST_COLUMNS, _MAX_COLUMNS, _LEAST_COLUMNS = 144, 400, 64
+# What takes no more than this share of the floats of something else is clearly smaller, although
+# both are estimates.
+CLEAR = 0.85
+# A global part alone that takes so many times the floats of a tree is out of the question.
+_OPEN = 2.0
+# An error that was measured on a sample has to be below this share of the tolerance.
+SAFETY = 0.97
+
+
+class TreeEstimates:
+    """Estimates of trees in several orders.
+
+    Args:
+        source: the matrix.
+        trees: one for each ordering, as deep as the smallest leaves ask for.
+        leaf_sizes: sizes to choose from, ascending.
+        keep_diagonal: whether a global part never stands alone.
+        known: random products with the matrix, and its global part.
+        phases: where to show progress.
+    """
+
+    def __init__(
+        self,
+        source: EntrySource,
+        trees: Mapping[str, ClusterTree],
+        leaf_sizes: Sequence[int],
+        keep_diagonal: bool,
+        known: SampledMatrix,
+        phases: Phases,
+    ) -> None:
+        self._source, self._trees, self._keep_diagonal = source, dict(trees), keep_diagonal
+        self._leaf_sizes, self._known, self._phases = leaf_sizes, known, phases
+        self._num_rows = known.rows.numel()
+        self._subtrees: dict[str, Subtrees | None] = {}
+        self._profiles: dict[tuple[str, int, float, int, int], RankProfile] = {}
+        # The best tree without a global part for a tolerance, where it is certain.
+        self._certain: dict[float, Candidate] = {}
+        # Floats of the last estimate for an ordering and a global rank.
+        self._floats: dict[tuple[str, int], int] = {}
+
+    @property
+    def first_columns(self) -> int:
+        """Number of columns that ranks are first tried on."""
+        return min(FIRST_COLUMNS, max(_LEAST_COLUMNS, self._known.affordable_pool))
+
+    @property
+    def _max_columns(self) -> int:
+        return max(self.first_columns, min(_MAX_COLUMNS, self._known.affordable_pool))
+
+    @property
+    def least_floats(self) -> float:
+        """Floats that the leaves of any tree take, whatever its ranks are."""
+        trees = self._trees.values()
+        depths = [self.depth(leaf_size, tree) for leaf_size in self._leaf_sizes for tree in trees]
+        return self._num_rows**2 / float(2 ** max(depths))
+
+    def depth(self, leaf_size: int, tree: ClusterTree) -> int:
+        """Depth of a tree with leaves of some size."""
+        return min(depth_for(self._source.shape[0], leaf_size), tree.depth)
+
+    def scores(self, rank: int) -> dict[str, float]:
+        """Floats of each ordering that was tried beside a global part of some rank."""
+        return {name: float(n) for (name, beside), n in self._floats.items() if beside == rank}
+
+    def without_tree(self, rank: int) -> Candidate:
+        """A global part without a tree, or with the diagonal of what it leaves."""
+        shared = rank * self._num_rows
+        if not self._keep_diagonal:
+            return Candidate(rank, 0, "none", shared)
+        return Candidate(rank, 1, "none", shared + 2 ** depth_for(self._num_rows, 1))
+
+    def alone(self, tolerance: float, rival: float) -> Candidate:
+        """The best tree without a global part.
+
+        Args:
+            tolerance: relative error.
+            rival: floats of a global part without a tree. If a tree takes clearly more, as few
+                columns as there are tell so, and if it takes far less, a first sample does.
+        """
+        if tolerance in self._certain:
+            return self._certain[tolerance]
+        # A global part of that rank would need these columns anyway.
+        self._known.draw(int(min(self.first_columns, rival / self._num_rows)), 0)
+        found = self.best(0, tolerance, patient=False)
+        if rival <= CLEAR * found.floats:
+            return found
+        self._known.draw(self.first_columns, 0)
+        is_open = rival < _OPEN * found.floats or rival == math.inf
+        return self.best(0, tolerance, patient=is_open)
+
+    def best(self, rank: int, tolerance: float, patient: bool = True) -> Candidate:
+        """The best tree beside a global part of some rank, or that part alone if it suffices.
+
+        If it is ``patient``, the sample grows until the estimate is certain.
+        """
+        known = self._known
+        if known.residual(rank) <= SAFETY * tolerance:
+            return self.without_tree(rank)
+        if rank:
+            known.draw(self.first_columns, rank)
+        names = list(self._trees) if rank == 0 else [self._best_ordering(tolerance)]
+        while True:
+            options = [self._best_leaves(name, rank, tolerance) for name in names]
+            found, is_certain = min(options, key=lambda option: option[0].floats)
+            if is_certain and rank == 0:
+                self._certain[tolerance] = found
+            num_columns = known.num_columns(rank)
+            if is_certain or not patient or num_columns >= self._max_columns:
+                return found
+            # Orderings that are clearly worse are not tried again.
+            names = [name for name in names if CLEAR * self._floats[name, rank] <= found.floats]
+            known.draw(self._max_columns, rank)
+
+    def _best_ordering(self, tolerance: float) -> str:
+        """The ordering to look at beside a global part: the best without it."""
+        names = list(self._trees)
+        if len(names) > 1:
+            for name in names:
+                if (name, 0) not in self._floats:
+                    self._best_leaves(name, 0, tolerance)
+            names.sort(key=lambda name: self._floats[name, 0])
+        return names[0]
+
+    def _best_leaves(self, name: str, rank: int, tolerance: float) -> tuple[Candidate, bool]:
+        """The candidate with the best leaf size, and whether the sample had columns enough."""
+        shared = rank * self._num_rows
+        profile = self._trial(name, rank, tolerance)
+        floats = {}
+        for leaf_size in self._leaf_sizes:
+            depth = self.depth(leaf_size, self._trees[name])
+            floats[leaf_size] = shared + round(tree_floats(self._num_rows, depth, profile))
+        best = min(floats, key=lambda leaf_size: floats[leaf_size])
+        self._floats[name, rank] = floats[best]
+        return Candidate(rank, best, name, floats[best]), profile.certain
+
+    def _trial(self, name: str, rank: int, tolerance: float) -> RankProfile:
+        """The ranks in a few subtrees of an ordering, beside a global part."""
+        known = self._known
+        key = (name, rank, tolerance, known.num_columns(rank), known.width if rank else 0)
+        if key not in self._profiles:
+            if name not in self._subtrees:
+                self._subtrees[name] = self._make_subtrees(self._trees[name])
+            subtrees = self._subtrees[name]
+            levels = []
+            if subtrees is not None:
+                self._phases.describe(
+                    f"planning: ranks for a relative error of {tolerance:.1e} beside a global part"
+                    f" of rank {rank}"
+                )
+                levels = subtrees.ranks(known, rank, tolerance)
+            self._profiles[key] = self._profile(levels, known.num_columns(rank))
+        return self._profiles[key]
+
+    def _profile(self, levels: list[TrialLevel], num_columns: int) -> RankProfile:
+        """How ranks grow, from the levels whose ranks are well below the number of columns."""
+        known = [x for x in levels if num_columns_for(int(x.ranks.max())) <= num_columns]
+        known = known if len(known) > 1 else levels[:2]
+        ranks = [level.ranks.double() for level in known]
+        return RankProfile(
+            self._num_rows,
+            max(1.0, math.log2(self._num_rows / levels[0].length)) if levels else 1.0,
+            tuple(level.length for level in known),
+            tuple(float(r.mean()) for r in ranks),
+            tuple(float(r.square().mean().sqrt()) for r in ranks),
+            len(known) == len(levels),
+        )
+
+    def _make_subtrees(self, tree: ClusterTree) -> Subtrees | None:
+        order = tree.permutation
+        length = min(_SUBTREE_ROWS, 2 ** int(math.log2(max(1, order.numel() // 2))))
+        if order.numel() < 2:
+            return None
+        leaf_length = min(_TRIAL_LEAF, length)
+        return Subtrees(self._source, order, self._known.places, length, leaf_length, _NUM_SUBTREES)
