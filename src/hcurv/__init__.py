@@ -32,6 +32,7 @@ __all__ = [
     "HMatrix",
     "InsufficientMemoryError",
     "InverseError",
+    "JacobianRows",
     "NearFieldWarning",
     "NotFactorizableError",
     "NotPositiveDefiniteError",
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
     from hcurv.linalg import CGResult, ConvergenceWarning, EigenResult, cg, eigsh
     from hcurv.memory import InsufficientMemoryError
     from hcurv.network.gauss_newton import GaussNewton
+    from hcurv.network.jacobian_rows import JacobianRows
     from hcurv.network.kernel import TangentKernel
     from hcurv.network.sampling import SampledEntries
     from hcurv.network.sampling_accuracy import SamplingError, num_samples_for, sampling_error
@@ -112,6 +114,7 @@ else:  # hidden from type checkers, which would otherwise accept any name
         "linalg": ("CGResult", "ConvergenceWarning", "EigenResult", "cg", "eigsh"),
         "memory": ("InsufficientMemoryError",),
         "network.gauss_newton": ("GaussNewton",),
+        "network.jacobian_rows": ("JacobianRows",),
         "network.kernel": ("TangentKernel",),
         "network.sampling": ("SampledEntries",),
         "network.sampling_accuracy": ("SamplingError", "num_samples_for", "sampling_error"),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hcurv.damping import Damping, DeviceLike
 from hcurv.indexing import check_count
-from hcurv.operators import SymmetricOperator
+from hcurv.operators import RowPart, RowSource, SymmetricOperator
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -32,6 +32,10 @@ __all__ = [
     "check_float_type",
     "warn_of_accuracy",
 ]
+
+
+# Rows of derivatives are made for so many floats, and so many rows, at a time.
+_PANEL_FLOATS, _PANEL_ROWS = 2**26, 2048
 
 
 class NotFactorizableError(ValueError):
@@ -231,11 +235,12 @@ class Factorized(SymmetricOperator):
         noise = torch.randn(size, num, dtype=self.dtype, device=where, generator=generator)
         return noise.to(self.device)
 
-    def quadratic(self, rows: Tensor, *, diagonal: bool = False) -> Tensor:
+    def quadratic(self, rows: Tensor | RowSource, *, diagonal: bool = False) -> Tensor:
         """J (A + D)⁻¹ Jᵀ for rows J (m, N): the covariance of J w for w ~ N(0, (A + D)⁻¹).
 
         Args:
-            rows: J; for the rows of an output's Jacobian the result is the output's variance.
+            rows: J, a tensor or `GaussNewton.jacobian`; for the rows of an output's Jacobian the
+                result is the output's variance.
             diagonal: give the m variances alone.
 
         Returns:
@@ -245,12 +250,54 @@ class Factorized(SymmetricOperator):
             >>> J = torch.eye(51, dtype=b.dtype)[:3]
             >>> torch.allclose(F.quadratic(J, diagonal=True), F.inverse_diagonal()[:3])
             True
+            >>> F.quadratic(H.jacobian(inputs)).shape
+            torch.Size([60, 60])
         """
+        if isinstance(rows, RowSource) and not isinstance(rows, Tensor):
+            if diagonal:
+                return self.point_covariances(rows).diagonal(dim1=1, dim2=2).reshape(-1)
+            self._check_rows(rows)
+            rows = torch.cat([chunk.to_dense() for chunk in rows.chunks()])
         if not isinstance(rows, Tensor) or rows.ndim != 2 or rows.shape[1] != self.shape[0]:
             given = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
             raise ValueError(f"rows must be a tensor of shape (m, {self.shape[0]}); got {given}")
         solved = self.solve(rows.T.contiguous())
         return torch.linalg.vecdot(rows, solved.T) if diagonal else rows @ solved
+
+    def point_covariances(self, rows: RowSource, progress: bool = False) -> Tensor:
+        """J_i (A + D)⁻¹ J_iᵀ for the q rows of each point i: (n, q, q).
+
+        Rows are made for some points at a time, so that memory does not grow with their number.
+
+        Args:
+            rows: such as `GaussNewton.jacobian`, whose result are the covariances of the outputs.
+            progress: whether to show a progress bar.
+
+        Examples:
+            >>> covariances = F.point_covariances(H.jacobian(inputs))
+            >>> whole = F.quadratic(H.jacobian(inputs))
+            >>> covariances.shape, torch.allclose(covariances[0], whole[:3, :3])
+            (torch.Size([20, 3, 3]), True)
+        """
+        self._check_rows(rows)
+        q = rows.rows_per_point
+        step = max(1, min(_PANEL_FLOATS // self.shape[0], _PANEL_ROWS) // q)
+        with torch.no_grad():
+            parts = [self._covariances(chunk, q) for chunk in rows.chunks(step, progress)]
+        return torch.cat(parts)
+
+    def _check_rows(self, rows: RowSource) -> None:
+        if not isinstance(rows, RowSource) or rows.shape[1] != self.shape[0]:
+            given = getattr(rows, "shape", type(rows).__name__)
+            raise ValueError(f"rows must be an operator of shape (m, {self.shape[0]}); got {given}")
+
+    def _covariances(self, chunk: RowPart, num_rows: int) -> Tensor:
+        """J_i (A + D)⁻¹ J_iᵀ at some points, (b, q, q)."""
+        dense = chunk.to_dense()
+        solved = self._solve_columns(dense.T.contiguous()).T
+        by_point = dense.view(-1, num_rows, dense.shape[1])
+        found = torch.bmm(by_point, solved.reshape(by_point.shape).mT)
+        return (found + found.mT) / 2
 
     def inverse_diagonal(self) -> Tensor:
         """The diagonal of (A + D)⁻¹: the variances of the samples, (N,).

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numbers
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol, SupportsFloat, runtime_checkable
 
 import numpy as np
@@ -21,7 +22,15 @@ if TYPE_CHECKING:
 
     from hcurv.indexing import Index
 
-__all__ = ["PROBE_SEED", "EntryOperator", "EntrySource", "SymmetricOperator", "as_number"]
+__all__ = [
+    "PROBE_SEED",
+    "EntryOperator",
+    "EntrySource",
+    "RowPart",
+    "RowSource",
+    "SymmetricOperator",
+    "as_number",
+]
 
 # This number is added to the seeds of random probes, so that no matrix is ever measured with the
 # random numbers that it was built from.
@@ -85,6 +94,33 @@ class EntrySource(Protocol):
             >>> H.block([0, 5, 7], slice(0, 2)).shape
             torch.Size([3, 2])
         """
+
+
+class RowPart(Protocol):
+    """Some rows of a tall matrix."""
+
+    @property
+    def points(self) -> slice:
+        """The range of the points that these rows belong to."""
+
+    def to_dense(self) -> Tensor:
+        """The rows themselves."""
+
+
+@runtime_checkable
+class RowSource(Protocol):
+    """A tall matrix J, (n·q, N), that gives its rows for some points at a time, q for each."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(n·q, N)``."""
+
+    @property
+    def rows_per_point(self) -> int:
+        """The number q of rows of a point."""
+
+    def chunks(self, max_points: int | None = None, progress: bool = False) -> Iterator[RowPart]:
+        """Yield the rows of a few points at a time."""
 
 
 class SymmetricOperator(ABC):

@@ -9,11 +9,18 @@ from torch import Tensor
 
 from hcurv.damping import Damping, DeviceLike
 from hcurv.factorized import Factorized, check_float_type
+from hcurv.operators import RowPart
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["DenseFactorization"]
+__all__ = ["DenseFactorization", "point_grams"]
+
+
+def point_grams(rows: Tensor, num_rows: int) -> Tensor:
+    """J_i J_iᵀ for rows (b·q, m) of b points: (b, q, q)."""
+    by_point = rows.view(-1, num_rows, rows.shape[1])
+    return torch.bmm(by_point, by_point.mT)
 
 
 class DenseFactorization(Factorized):
@@ -101,6 +108,14 @@ class DenseFactorization(Factorized):
         result = rhs / self._zero_rows.sqrt()[:, None].to(rhs.dtype)
         solved = torch.linalg.solve_triangular(self._factor.T, self._over_rows(rhs), upper=True)
         return result.index_copy_(0, self._rows, solved.to(rhs.dtype))
+
+    def _covariances(self, chunk: RowPart, num_rows: int) -> Tensor:
+        """Grams of L⁻¹ J_iᵀ: half the work of solves, and positive semi-definite."""
+        dense = chunk.to_dense()
+        halves = dense / self._zero_rows.sqrt().to(dense.dtype)
+        solved = torch.linalg.solve_triangular(self._factor, self._over_rows(dense.T), upper=False)
+        halves.index_copy_(1, self._rows, solved.T.to(dense.dtype))
+        return point_grams(halves, num_rows)
 
     def _logdet(self) -> Tensor:
         return (

@@ -20,11 +20,13 @@ from torch import Tensor
 from hcurv.damping import Damping, DeviceLike
 from hcurv.factorized import Factorized, NotFactorizableError, check_float_type
 from hcurv.indexing import check_count
-from hcurv.inversion.dense import DenseFactorization
+from hcurv.inversion.dense import DenseFactorization, point_grams
 from hcurv.inversion.iterative import IterativeFactorization, estimate_diagonal
 from hcurv.memory import require_bytes
 from hcurv.network.factored_matrix import FactoredMatrix
+from hcurv.network.jacobian_rows import RowChunk
 from hcurv.network.kernel import TangentKernel
+from hcurv.operators import RowPart
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -147,6 +149,18 @@ class SampleSpaceFactorization(Factorized):
             solved = self._inner.solve(samples)
             back = self._undamped(self._matrix.root_transposed(solved))
             return (prior - back).T.to(self.dtype).contiguous()
+
+    def _covariances(self, chunk: RowPart, num_rows: int) -> Tensor:
+        """J_i D⁻¹ J_iᵀ − Grams of L⁻¹ S D⁻¹ J_iᵀ; S D⁻¹ Jᵀ is a kernel between points."""
+        dense = self._dense
+        if dense is None or not isinstance(chunk, RowChunk):
+            return super()._covariances(chunk, num_rows)
+        rows = chunk.to_dense()
+        prior = point_grams(self._undamped(rows.to(self._matrix.dtype).T, 0.5).T, num_rows)
+        root = chunk.root.to(self._matrix.dtype)
+        between = self._matrix.root.cross(root, self._inverse_damping, self._matrix.workspace)
+        halves = torch.linalg.solve_triangular(dense.factor, between, upper=False)
+        return (prior - point_grams(halves.T.contiguous(), num_rows)).to(rows.dtype)
 
     def _logdet(self) -> Tensor:
         return (self._inner.logdet().cpu() - self._inverse_damping.log().sum().cpu()).detach()

@@ -148,6 +148,28 @@ class ChainKernelParts:
                     own += inner * torch.outer(left[unit::q], right[unit::q])
         return result
 
+    @property
+    def separates(self) -> bool:
+        """Whether all units of each layer share their part of D."""
+        return all(term.shared is not None for term in self._terms)
+
+    def between(self, other: ChainKernelParts) -> Tensor:
+        """S D⁻¹ S'ᵀ with the rows of another set of points, (n·q, n'·q'), where D `separates`."""
+        first, second = self._num_rows, other._num_rows
+        shape = (self._size // first, first, other._size // second, second)
+        result = self._factors.inputs.new_zeros(shape)
+        terms = zip(self._terms, self._rows, other._terms, other._rows, strict=True)
+        for term, left, beside, right in terms:
+            assert term.shared is not None
+            inner = (term.features * term.shared[:, None]).T @ beside.features
+            if left.ndim == 1 and right.ndim == 1:  # rows of the same number alone interact
+                same = result.diagonal(dim1=1, dim2=3)
+                same += inner[:, :, None] * left.view(-1, 1, first) * right.view(1, -1, second)
+                continue
+            products = _as_rows(left, first) @ _as_rows(right, second).T
+            result.addcmul_(products.view(shape), inner[:, None, :, None])
+        return result.view(self._size, other._size)
+
     def batch_floats(self, num_rows: int, num_cols: int) -> int:
         """Features and factors of all rows and columns, and two products of them."""
         widest = max(term.features.shape[0] for term in self._terms)
@@ -178,6 +200,11 @@ class ChainKernelParts:
                     is_unit = same & (rows % q == unit)[:, :, None]
                     result += inner.mul_(left[:, :, None] * right[:, None, :]).mul_(is_unit)
         return result
+
+
+def _as_rows(rows: Tensor, q: int) -> Tensor:
+    """C_i[a] by row of K, (n·q, units), also where C_i is diagonal and given as (n·q,)."""
+    return rows if rows.ndim == 2 else torch.diag_embed(rows.view(-1, q)).flatten(0, 1)
 
 
 def _add_product(

@@ -34,6 +34,7 @@ class ChainRoot(Root):
         self.stored, self._workspace = stored, workspace
         # Two threads that ask at the same time both make factors, and those of one are kept.
         self._factors = stored if isinstance(stored, LayerFactors) else None
+        self._last_parts: tuple[Tensor, ChainKernelParts] | None = None
 
     @property
     def factors(self) -> LayerFactors:
@@ -178,6 +179,20 @@ class ChainRoot(Root):
     def kernel_parts(self, inverse_damping: Tensor) -> ChainKernelParts:
         """Products of inputs times products of factors, layer by layer."""
         return ChainKernelParts(self.factors, inverse_damping)
+
+    def cross(self, other: Root, inverse_damping: Tensor, workspace: int) -> Tensor:
+        """S D⁻¹ S'ᵀ, layer by layer where each layer has one damping."""
+        if isinstance(other, ChainRoot):
+            parts = self._cross_parts(inverse_damping)
+            if parts.separates:
+                return parts.between(other.kernel_parts(inverse_damping))
+        return super().cross(other, inverse_damping, workspace)
+
+    def _cross_parts(self, inverse_damping: Tensor) -> ChainKernelParts:
+        """The parts of the kernel for this damping; those of the last one are kept."""
+        if self._last_parts is None or not torch.equal(self._last_parts[0], inverse_damping):
+            self._last_parts = (inverse_damping, self.kernel_parts(inverse_damping))
+        return self._last_parts[1]
 
     def pair_terms(self, order: Tensor | None, workspace: int) -> ChainPairTerms:
         """Gram values of units times inputs."""

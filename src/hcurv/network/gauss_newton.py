@@ -15,6 +15,7 @@ from hcurv.indexing import check_count, check_seed
 from hcurv.losses import Loss
 from hcurv.network.batches import Data, convert_targets
 from hcurv.network.factored_matrix import FactoredMatrix
+from hcurv.network.jacobian_rows import JacobianRows, gradient_rows, jacobian_rows
 from hcurv.network.loss_rows import Fisher, RowChoice
 from hcurv.network.memory_plan import MemoryPlan
 from hcurv.network.model.snapshot import ForwardFunction
@@ -272,6 +273,45 @@ class GaussNewton(FactoredMatrix):
         from hcurv.inversion.factorize import factorize
 
         return factorize(self, damping, tolerance, method, check_seed(seed))
+
+    def jacobian(self, inputs: Data) -> JacobianRows:
+        """The Jacobian of the model's outputs at any inputs, as an operator (n·outputs, N).
+
+        Args:
+            inputs: inputs of n points, or an iterable of batches of them; targets are not used.
+
+        Returns:
+            What multiplies vectors, ``J @ v`` and ``J.T @ u``. Row i·outputs + a is the derivative
+            of output a at point i. It belongs to the weights of this matrix, like everything here.
+
+        Examples:
+            >>> J = H.jacobian(inputs[:5])
+            >>> J
+            JacobianRows(num_points=5, rows_per_point=3, N=51, dtype=torch.float64)
+            >>> variances = H.factorize(1e-2).quadratic(J, diagonal=True)  # of 15 outputs
+        """
+        return jacobian_rows(self._problem, inputs, self._workspace)
+
+    def point_gradients(self, inputs: Data, targets: Tensor | None = None) -> JacobianRows:
+        """The gradient of each point's own loss, as an operator (n, N) that is never formed.
+
+        The loss of a point is not divided by anything, whatever its reduction is: for "sum", the
+        rows add up to the gradient of the loss over these points.
+
+        Args:
+            inputs: inputs of n points; or a tuple (inputs, targets) or an iterable of batches.
+            targets: the targets of these points, if they are not part of ``inputs``.
+
+        Raises:
+            ValueError: there are no targets, or they do not fit.
+
+        Examples:
+            >>> G = H.point_gradients(inputs, targets)
+            >>> G.shape, torch.allclose(G.T @ torch.ones(20).double() / 20, H.gradient())
+            ((20, 51), True)
+        """
+        data = inputs if targets is None else (inputs, targets)
+        return gradient_rows(self._problem, data, self._workspace)  # type: ignore[arg-type]
 
     def gradient(self, targets: Tensor | None = None) -> Tensor:
         """Compute the flat gradient of the loss, with its reduction, over the data, (N,).

@@ -32,11 +32,6 @@ class RowChoice:
     fisher: Fisher = "exact"
     seed: int = 0
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether the rows are those of a square root of the loss's Hessian."""
-        return self.num_samples is None and self.fisher == "exact"
-
 
 class LossRows:
     """The q rows of R_i at some points; the loss's reduction is included.
@@ -108,7 +103,7 @@ class LossRows:
     @property
     def root(self) -> Tensor:
         """R_i of all rows of outputs, (b·t, q', d), or (b·t, d) if every R_i is diagonal."""
-        return self._root
+        return self._root if self._samples is None else torch.stack(self._samples, 1)
 
     @property
     def num_rows(self) -> int:

@@ -158,7 +158,7 @@ def read_problem(
         check_targets(known_loss, shape, survey.targets, choice)
         scale = loss_scale(known_loss, shape, survey.targets)
         network = None
-        if forward_fn is None and choice.is_exact and outputs.ndim == 2:
+        if forward_fn is None and choice.num_samples is None and outputs.ndim == 2:
             network = _read_chain(unwrapped(model), few, outputs)
     return Problem(snapshot, network, known_loss, batches, survey, shape[1:], scale, choice)
 

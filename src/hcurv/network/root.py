@@ -20,6 +20,9 @@ from hcurv.layout import ParameterLayout
 
 __all__ = ["KernelParts", "PairTerms", "Root"]
 
+# Dense rows of this many points are multiplied at a time.
+_CROSS_POINTS = 64
+
 
 class KernelParts(Protocol):
     """What the entries of K = S D⁻¹ Sᵀ are made of, for a fixed D."""
@@ -166,6 +169,16 @@ class Root(ABC):
     @abstractmethod
     def kernel_parts(self, inverse_damping: Tensor) -> KernelParts:
         """What S D⁻¹ Sᵀ is made of, for 1/D (N,)."""
+
+    def cross(self, other: Root, inverse_damping: Tensor, workspace: int) -> Tensor:
+        """S D⁻¹ S'ᵀ with the root S' of other points, for 1/D (N,): (n·q, n'·q')."""
+        index = torch.arange(self.layout.size, device=self.device)
+        scale = inverse_damping.to(self.dtype)[:, None]
+        parts = []
+        for points in torch.arange(other.num_points, device=self.device).split(_CROSS_POINTS):
+            some = other.select(points, torch.ones(len(points)).to(index.device, other.dtype))
+            parts.append(self.apply(some.columns(index).T.to(self.dtype) * scale, workspace))
+        return torch.cat(parts, 1)
 
     @abstractmethod
     def pair_terms(self, order: Tensor | None, workspace: int) -> PairTerms:

@@ -30,7 +30,11 @@ _FEW_BYTES = 2**24
 
 
 def compute_root(
-    problem: Problem, workspace: int, progress: Callable[[int], object] | None = None
+    problem: Problem,
+    workspace: int,
+    progress: Callable[[int], object] | None = None,
+    *,
+    verify: bool = True,
 ) -> tuple[Root, Problem, MemoryPlan]:
     """Read all of the data, and keep the rows of S.
 
@@ -38,12 +42,13 @@ def compute_root(
         problem: the model, the loss and the data.
         workspace: bytes of temporary memory to stay within.
         progress: called with the number of points done since the last call.
+        verify: compare a chain with automatic differentiation; False if that was done before.
 
     Returns:
         S; the problem, whose ``network`` is None if the model turned out to be no chain; and what
         was planned to be stored.
     """
-    if problem.network is not None and not _chain_agrees(problem):
+    if problem.network is not None and verify and not _chain_agrees(problem):
         problem = replace(problem, network=None)
     if problem.network is None:
         root, plan = compute_layered_root(problem, workspace, progress)
