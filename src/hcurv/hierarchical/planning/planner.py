@@ -20,12 +20,13 @@ from hcurv.hierarchical.building.phases import Phases
 from hcurv.hierarchical.building.sampler import num_columns_for
 from hcurv.hierarchical.parts.global_part import GlobalPart
 from hcurv.hierarchical.parts.plan import Candidate, Plan, tolerance_step
+from hcurv.hierarchical.planning.sample_space_part import part_alone, suits
 from hcurv.hierarchical.planning.sampled_matrix import DEFAULT_WORKSPACE, SampledMatrix
 from hcurv.hierarchical.planning.tree_estimates import CLEAR, FIRST_COLUMNS, SAFETY, TreeEstimates
 from hcurv.hierarchical.tree.cluster_tree import ClusterTree, cluster, depth_for
 from hcurv.memory import InsufficientMemoryError
 from hcurv.operators import EntrySource
-from hcurv.sources import structural_orders
+from hcurv.sources import RootedSource, structural_orders
 
 __all__ = ["prepare"]
 
@@ -110,6 +111,18 @@ def prepare(
         )
         trees[tree.ordering] = tree
     max_working = workspace // source.dtype.itemsize
+    is_free = global_rank is None and max_floats is None and leaf_size is None and tolerance > 0
+    rows = next(iter(trees.values())).permutation
+    if is_free and isinstance(source, RootedSource) and suits(source, rows.numel(), max_working):
+        return part_alone(
+            source,
+            rows.sort().values,
+            tolerance,
+            keep_diagonal=keep_diagonal,
+            max_working=max_working,
+            seed=seed,
+            phases=phases,
+        )
     planner = _Planner(source, trees, leaf_sizes, keep_diagonal, max_working, seed, phases)
     return planner.run(tolerance, global_rank, max_floats)
 

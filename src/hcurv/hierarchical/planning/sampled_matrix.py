@@ -20,7 +20,7 @@ from hcurv.memory import require_bytes
 from hcurv.operators import EntrySource
 from hcurv.sources import RootedSource, product
 
-__all__ = ["DEFAULT_WORKSPACE", "SampledMatrix"]
+__all__ = ["DEFAULT_WORKSPACE", "SampledMatrix", "pool_of"]
 
 # Bytes that products and global part may take, if nothing else is said.
 DEFAULT_WORKSPACE = 2**32
@@ -120,7 +120,7 @@ class SampledMatrix:
     @property
     def affordable_pool(self) -> int:
         """Number of columns of a pool that is not too large."""
-        return max(0, self._max_columns - 2 * _HELD_OUT) // 5
+        return pool_of(self._max_columns)
 
     def draw(self, num_columns: int, rank: int) -> None:
         """Have at least so many columns that are independent of a global part of some rank."""
@@ -317,6 +317,11 @@ class SampledMatrix:
             f"a sketch of {width} columns",
             ("choose global_rank, leaf_size and ordering yourself", "use float32"),
         )
+
+
+def pool_of(max_columns: int) -> int:
+    """Number of columns of a pool, if so many columns may be stored in all."""
+    return max(0, max_columns - 2 * _HELD_OUT) // 5
 
 
 def _joined(parts: list[Columns]) -> Columns:

@@ -17,14 +17,14 @@ from hcurv.hierarchical.planning.sampled_matrix import SampledMatrix
 from hcurv.hierarchical.tree.cluster_tree import ClusterTree, depth_for
 from hcurv.operators import EntrySource
 
-__all__ = ["CLEAR", "FIRST_COLUMNS", "SAFETY", "TreeEstimates"]
+__all__ = ["CLEAR", "FIRST_COLUMNS", "LEAST_COLUMNS", "SAFETY", "TreeEstimates"]
 
 # Four subtrees of 512 rows with leaves of 16 are tried. More or larger ones predict ranks better,
 # and cost more entries and time.
 _SUBTREE_ROWS, _NUM_SUBTREES, _TRIAL_LEAF = 512, 4, 16
 # Ranks are first tried on this many columns, and on as many as 400 if they turn out to be large.
 # Where memory is short, as few as 64 have to do.
-FIRST_COLUMNS, _MAX_COLUMNS, _LEAST_COLUMNS = 144, 400, 64
+FIRST_COLUMNS, _MAX_COLUMNS, LEAST_COLUMNS = 144, 400, 64
 # What takes no more than this share of the floats of something else is clearly smaller, although
 # both are estimates.
 CLEAR = 0.85
@@ -68,7 +68,7 @@ class TreeEstimates:
     @property
     def first_columns(self) -> int:
         """Number of columns that ranks are first tried on."""
-        return min(FIRST_COLUMNS, max(_LEAST_COLUMNS, self._known.affordable_pool))
+        return min(FIRST_COLUMNS, max(LEAST_COLUMNS, self._known.affordable_pool))
 
     @property
     def _max_columns(self) -> int:
