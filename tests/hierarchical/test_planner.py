@@ -192,8 +192,11 @@ def test_comparing_a_tiny_network_says_which_storage_it_needs() -> None:
 @both_dtypes
 def test_tolerance_zero_finds_the_numerical_rank(dtype: torch.dtype) -> None:
     """Softmax outputs add up to 1, so that 12 points with 3 outputs make a rank of 24."""
-    layers = (nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 3))
-    model = seeded(lambda: nn.Sequential(*layers)).to(dtype)
+    model = seeded(
+        lambda: nn.Sequential(
+            nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 3)
+        )
+    ).to(dtype)
     operator = hcurv.GaussNewton(model, nn.CrossEntropyLoss(), normal(12, 16).to(dtype))
     matrix = hcurv.compress(operator, tolerance=0.0)
     assert matrix.tree.num_kept == 0

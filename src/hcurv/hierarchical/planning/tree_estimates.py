@@ -25,6 +25,8 @@ _SUBTREE_ROWS, _NUM_SUBTREES, _TRIAL_LEAF = 512, 4, 16
 # Ranks are first tried on this many columns, and on as many as 400 if they turn out to be large.
 # Where memory is short, as few as 64 have to do.
 FIRST_COLUMNS, _MAX_COLUMNS, LEAST_COLUMNS = 144, 400, 64
+# No other ordering is tried after one that takes so many times the floats of a global part alone.
+_HOPELESS = 2.5
 # What takes no more than this share of the floats of something else is clearly smaller, although
 # both are estimates.
 CLEAR = 0.85
@@ -108,17 +110,23 @@ class TreeEstimates:
             return self._certain[tolerance]
         # A global part of that rank would need these columns anyway.
         self._known.draw(int(min(self.first_columns, rival / self._num_rows)), 0)
-        found = self.best(0, tolerance, patient=False)
+        found = self.best(0, tolerance, patient=False, rival=rival)
         if rival <= CLEAR * found.floats:
             return found
         self._known.draw(self.first_columns, 0)
         is_open = rival < _OPEN * found.floats or rival == math.inf
         return self.best(0, tolerance, patient=is_open)
 
-    def best(self, rank: int, tolerance: float, patient: bool = True) -> Candidate:
+    def best(
+        self, rank: int, tolerance: float, patient: bool = True, rival: float = math.inf
+    ) -> Candidate:
         """The best tree beside a global part of some rank, or that part alone if it suffices.
 
-        If it is ``patient``, the sample grows until the estimate is certain.
+        Args:
+            rank: number of columns of the global part.
+            tolerance: relative error.
+            patient: whether the sample grows until the estimate is certain.
+            rival: floats to beat. If an ordering takes several times as many, no other is tried.
         """
         known = self._known
         if known.residual(rank) <= SAFETY * tolerance:
@@ -127,7 +135,11 @@ class TreeEstimates:
             known.draw(self.first_columns, rank)
         names = list(self._trees) if rank == 0 else [self._best_ordering(tolerance)]
         while True:
-            options = [self._best_leaves(name, rank, tolerance) for name in names]
+            options = []
+            for name in names:
+                options.append(self._best_leaves(name, rank, tolerance))
+                if options[-1][0].floats > _HOPELESS * rival:
+                    break
             found, is_certain = min(options, key=lambda option: option[0].floats)
             if is_certain and rank == 0:
                 self._certain[tolerance] = found
@@ -135,7 +147,8 @@ class TreeEstimates:
             if is_certain or not patient or num_columns >= self._max_columns:
                 return found
             # Orderings that are clearly worse are not tried again.
-            names = [name for name in names if CLEAR * self._floats[name, rank] <= found.floats]
+            tried = names[: len(options)]
+            names = [name for name in tried if CLEAR * self._floats[name, rank] <= found.floats]
             known.draw(self._max_columns, rank)
 
     def _best_ordering(self, tolerance: float) -> str:
