@@ -64,13 +64,14 @@ class GrowingNystrom:
         self._num_passed_on += result.shape[1]
         return result
 
-    def extend(self, columns: Tensor) -> int:
+    def extend(self, columns: Tensor, *, is_basis: bool = False) -> int:
         """Add the directions of some columns that are new; return how many.
 
         Args:
             columns: (M', k). They are overwritten.
+            is_basis: they are nearly orthonormal, and to all directions so far.
         """
-        fresh = self._new_directions(columns)
+        fresh = columns if is_basis else self._new_directions(columns)
         count = fresh.shape[1]
         if count == 0:
             return 0

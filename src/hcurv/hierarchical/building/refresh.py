@@ -1,10 +1,11 @@
 """A matrix that has changed a little, in the form of one that was compressed before.
 
-Tree, ranks, skeletons and interpolations stay. The entries of leaf blocks and couplings are read
-anew. A global part V Vᵀ takes one product for each of its columns: alone, it becomes Nyström's
-approximation from the old V; beside a tree it keeps the range of V (Q QᵀHQ Qᵀ with orthonormal Q),
-because the tree interpolates what that range left. How good it all is, is measured as after a
-build.
+Tree, ranks and skeletons stay. The entries of leaf blocks and couplings are read anew, and
+interpolations are fitted anew to a few random products, which are carried up the tree as in a build
+(`sketch.py`). A global part V Vᵀ takes one product for each of its columns: alone, it becomes
+Nyström's approximation from the old V; beside a tree it keeps the range of V (Q QᵀHQ Qᵀ with
+orthonormal Q), because the tree interpolates what that range left. How good it all is, is measured
+as after a build.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from torch import Tensor
 
 from hcurv.hierarchical.building.assembly import leaf_blocks, make_couplings, skeleton_places
 from hcurv.hierarchical.building.damped_error import estimate_damped_error, is_met
+from hcurv.hierarchical.building.sampler import num_columns_for
 from hcurv.hierarchical.building.shortfall import CompressionWarning
+from hcurv.hierarchical.building.sketch import SketchPanel, carry, random_products
 from hcurv.hierarchical.matrix.hmatrix import HMatrix
 from hcurv.hierarchical.parts.global_part import GlobalPart, Remainder
-from hcurv.hierarchical.parts.levels import Coupling, LeafBlocks, Level
+from hcurv.hierarchical.parts.levels import Basis, Coupling, LeafBlocks, Level, take_rows
 from hcurv.hierarchical.solving.definite import make_definite
 from hcurv.layout import layout_of
 from hcurv.linalg.growing_nystrom import GrowingNystrom
@@ -33,6 +36,11 @@ __all__ = ["refresh"]
 
 # The error is estimated with so many random vectors.
 _NUM_PROBES = 16
+# Interpolations are fitted to at most so many columns, and away from the old ones only where a
+# direction has more than this share of the mean square.
+_MAX_COLUMNS, _RIDGE = 1024, 1e-9
+# Columns of V below this share of the largest may have lost their orthogonality to rounding.
+_SURE = 1e-4
 # An error above this multiple of the one before is worth a warning.
 _WORSE = 2.0
 
@@ -55,12 +63,18 @@ def refresh(old: HMatrix, matrix: EntrySource | Tensor, seed: int) -> HMatrix:
     if part is not None:
         part = _global_part(part, source, old.tree.has_clusters)
     rest = source if part is None else Remainder(source, part, diagonal)
-    leaves, near, levels = _blocks(old, rest)
+    generator = torch.Generator(source.device).manual_seed(seed)
+    leaves, near, levels = _blocks(old, rest, generator)
     parts = {"leaves": leaves, "levels": levels, "global_part": part}
     fresh = old.with_parts(**parts, near=near) if near else old.with_parts(**parts)
-    generator = torch.Generator().manual_seed(seed)
-    probes = torch.randn(source.shape[0], _NUM_PROBES, dtype=source.dtype, generator=generator)
-    probes = probes.to(source.device)
+    # The interpolations were fitted to other random vectors of the same generator.
+    probes = torch.randn(
+        source.shape[0],
+        _NUM_PROBES,
+        dtype=source.dtype,
+        device=source.device,
+        generator=generator,
+    )
     exact = product(source, probes)
     record = replace(old.record, seed=seed, damped_error=None)
 
@@ -103,7 +117,12 @@ def _global_part(old: GlobalPart, source: EntrySource, keeps_range: bool) -> Glo
         found = basis @ (rotation * values.clamp(min=0.0).sqrt()).to(basis.dtype)
     else:
         sketch = GrowingNystrom(multiply)
-        sketch.extend(old.factor.clone())
+        norms = torch.linalg.vector_norm(old.factor, dim=0)
+        # The columns of V are orthogonal. Those that are rounding may not be.
+        sure = norms > _SURE * norms.max()
+        sketch.extend(old.factor[:, sure] / norms[sure], is_basis=True)
+        if not bool(sure.all()):
+            sketch.extend(old.factor[:, ~sure].clone())
         found = old.factor[:, :0]
         if sketch.width:
             found = sketch.factor(min(old.rank, sketch.values.numel()))
@@ -113,7 +132,7 @@ def _global_part(old: GlobalPart, source: EntrySource, keeps_range: bool) -> Glo
 
 
 def _blocks(
-    old: HMatrix, rest: EntrySource
+    old: HMatrix, rest: EntrySource, generator: torch.Generator
 ) -> tuple[LeafBlocks, tuple[Coupling, ...], tuple[Level, ...]]:
     """The same blocks of another matrix."""
     rows = old.tree.permutation
@@ -122,12 +141,42 @@ def _blocks(
         return old.leaves, (), old.levels
     leaves = leaf_blocks(rest, rows, bounds)
     near = make_couplings(rest, rows, bounds.diff(), _pairs(old.near, rows))
+    largest = max((int(level.ranks.max()) for level in old.levels), default=0)
+    if largest == 0:
+        return leaves, near, old.levels
+    num_columns = min(num_columns_for(largest), _MAX_COLUMNS)
+    panel = SketchPanel(*random_products(rest, rows, num_columns, generator))
+    dense: tuple[LeafBlocks | Coupling, ...] = (leaves, *near)
+    for blocks in dense:
+        blocks.add_product(panel.inputs, panel.outputs, -1.0)
     levels = []
     for level in old.levels:
-        rows = rows[skeleton_places(level.bases, level.ranks)]
+        bases = tuple(_fitted(basis, panel.outputs) for basis in level.bases)
+        rows = rows[skeleton_places(bases, level.ranks)]
         couplings = make_couplings(rest, rows, level.ranks, _pairs(level.couplings, rows))
-        levels.append(replace(level, couplings=couplings))
+        levels.append(replace(level, bases=bases, couplings=couplings))
+        panel = carry(panel, levels[-1])
     return leaves, near, tuple(levels)
+
+
+def _fitted(basis: Basis, samples: Tensor) -> Basis:
+    """The same skeletons with weights that fit samples of the rows, near the old weights.
+
+    With the skeleton rows Y of a node, and what the old weights leave of its other rows, R, the
+    change of the weights is R Yᵀ (Y Yᵀ + δI)⁻¹. Where nothing has changed, it is rounding.
+    """
+    if basis.weights.numel() == 0:
+        return basis
+    skeleton = take_rows(samples, basis.skeleton).double()
+    weights = basis.weights.double()
+    left = take_rows(samples, basis.rest).double() - weights @ skeleton
+    gram = skeleton @ skeleton.mT
+    diagonal = gram.diagonal(dim1=1, dim2=2)
+    shift = _RIDGE * diagonal.mean(1) + torch.finfo(gram.dtype).tiny
+    diagonal += shift[:, None]
+    factor = torch.linalg.cholesky(gram)
+    change = torch.cholesky_solve(skeleton @ left.mT, factor).mT
+    return replace(basis, weights=(weights + change).to(basis.weights.dtype))
 
 
 def _pairs(couplings: tuple[Coupling, ...], like: Tensor) -> Tensor:

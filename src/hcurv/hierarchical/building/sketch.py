@@ -19,7 +19,7 @@ from hcurv.memory import require_bytes
 from hcurv.operators import EntrySource
 from hcurv.sources import product
 
-__all__ = ["RandomProducts", "SketchSampler", "random_products"]
+__all__ = ["RandomProducts", "SketchPanel", "SketchSampler", "carry", "random_products"]
 
 # A panel of columns has at most so many floats (256 MB in single precision) and columns. Wide
 # panels make efficient products, narrow ones save memory.
@@ -30,7 +30,7 @@ _HELD_OUT = 16
 
 
 @dataclass
-class _Panel:
+class SketchPanel:
     """Some columns of the sketch on one level, with a last row of zeros.
 
     Attributes:
@@ -112,7 +112,7 @@ class SketchSampler:
 
     def __init__(self, products: RandomProducts) -> None:
         self._products = products
-        self._panels: list[_Panel] = []
+        self._panels: list[SketchPanel] = []
         self._dense: tuple[LeafBlocks | Coupling, ...] = ()
         self._levels: list[Level] = []
         self._rows: LevelRows | None = None
@@ -146,7 +146,7 @@ class SketchSampler:
         width = max(16, min(_MAX_PANEL, _PANEL_FLOATS // (self._products.rows.numel() + 1)))
         while self.num_columns < num_columns:
             missing = min(width, num_columns - self.num_columns)
-            panel = _Panel(*self._products.panel(len(self._panels), missing))
+            panel = SketchPanel(*self._products.panel(len(self._panels), missing))
             self._squares += float(
                 torch.linalg.vector_norm(panel.outputs, dtype=torch.float64).square()
             )
@@ -154,7 +154,7 @@ class SketchSampler:
             for blocks in self._dense:
                 blocks.add_product(panel.inputs, panel.outputs, -1.0)
             for level in self._levels:
-                panel = _carry(panel, level)
+                panel = carry(panel, level)
             self._panels.append(panel)
 
     def samples(self, nodes: Tensor, table: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ class SketchSampler:
         self._rows = rows
         self._levels.append(level)
         for place, panel in enumerate(self._panels):
-            self._panels[place] = _carry(panel, level)
+            self._panels[place] = carry(panel, level)
 
     def held_out(self) -> tuple[Tensor, Tensor]:
         """Random vectors that no sample was made of, (N, k), and their products."""
@@ -228,7 +228,7 @@ def random_products(
     return inputs, outputs
 
 
-def _carry(panel: _Panel, level: Level) -> _Panel:
+def carry(panel: SketchPanel, level: Level) -> SketchPanel:
     """A panel on the next level: Ω̂ = PᵀΩ, and the products of the skeleton rows without BΩ̂."""
     inputs = level.gather(panel.inputs)
     outputs = torch.zeros_like(inputs)
@@ -236,4 +236,4 @@ def _carry(panel: _Panel, level: Level) -> _Panel:
         index = basis.skeleton.reshape(-1)
         outputs.index_copy_(0, basis.target.reshape(-1), panel.outputs.index_select(0, index))
     level.add_couplings(inputs, outputs, -1.0)
-    return _Panel(inputs, outputs)
+    return SketchPanel(inputs, outputs)
