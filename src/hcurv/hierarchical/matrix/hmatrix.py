@@ -349,7 +349,8 @@ class HMatrix(EntryOperator):
         """Return another matrix in the form of this one: same tree, ranks and skeletons.
 
         For a matrix that has changed a little, a training step later or on another batch, this is
-        much cheaper than `compress`: entries, and a product for each column of the global part.
+        much cheaper than `compress`: entries, as many random products as the largest rank asks for,
+        and a product for each column of the global part.
 
         Args:
             matrix: the new matrix, of the same shape and type, with products.
