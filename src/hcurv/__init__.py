@@ -38,6 +38,8 @@ __all__ = [
     "NotPositiveDefiniteError",
     "ParameterLayout",
     "Plan",
+    "Pruning",
+    "PruningStep",
     "SampledEntries",
     "SamplingError",
     "SymmetricOperator",
@@ -54,12 +56,14 @@ __all__ = [
     "losses",
     "nearest_neighbors",
     "num_samples_for",
+    "prune",
     "sampling_error",
 ]
 
 if TYPE_CHECKING:
     from hcurv import baselines, losses
     from hcurv.applications.newton_step import GaussNewtonStep, gauss_newton_step
+    from hcurv.applications.pruning import Pruning, PruningStep, prune
     from hcurv.diagonal import Diagonal
     from hcurv.factorized import AccuracyWarning, Factorized, NotFactorizableError
     from hcurv.hierarchical import (
@@ -95,6 +99,7 @@ else:  # hidden from type checkers, which would otherwise accept any name
         "losses": (),
         "diagonal": ("Diagonal",),
         "applications.newton_step": ("GaussNewtonStep", "gauss_newton_step"),
+        "applications.pruning": ("Pruning", "PruningStep", "prune"),
         "factorized": ("AccuracyWarning", "Factorized", "NotFactorizableError"),
         "hierarchical": (
             "CompressionWarning",
