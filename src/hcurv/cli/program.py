@@ -7,7 +7,17 @@ from typing import Annotated
 import typer
 
 import hcurv
-from hcurv.cli.commands import compare, compress, demo, diagonal, eigs, info, reproduce, solve
+from hcurv.cli.commands import (
+    compare,
+    compress,
+    demo,
+    diagonal,
+    eigs,
+    info,
+    prune,
+    reproduce,
+    solve,
+)
 from hcurv.cli.errors import Commands
 from hcurv.cli.options import examples
 
@@ -20,7 +30,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help starts faster, and its examples can be copied
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog=examples(
-        *(module.EXAMPLES[0] for module in (compress, info, solve, eigs, diagonal, compare))
+        *(module.EXAMPLES[0] for module in (compress, info, solve, eigs, diagonal, compare, prune))
     ),
 )
 
@@ -51,5 +61,6 @@ app.command(epilog=examples(*solve.EXAMPLES))(solve.solve)
 app.command(epilog=examples(*eigs.EXAMPLES))(eigs.eigs)
 app.command(epilog=examples(*diagonal.EXAMPLES))(diagonal.diagonal)
 app.command(epilog=examples(*compare.EXAMPLES))(compare.compare)
+app.command(epilog=examples(*prune.EXAMPLES))(prune.prune)
 app.command(epilog=examples(*reproduce.EXAMPLES))(reproduce.reproduce)
 app.command(epilog=examples(*demo.EXAMPLES))(demo.demo)

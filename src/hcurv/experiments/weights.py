@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hcurv.files import replacing
 
-__all__ = ["load_weights", "save_weights"]
+__all__ = ["load_published", "load_weights", "save_weights"]
 
 
 def _safetensors() -> ModuleType:
@@ -64,6 +64,11 @@ def load_weights(model: nn.Module, path: Path) -> bool:
         return False
     model.load_state_dict(weights)
     return True
+
+
+def load_published(model: nn.Module, path: Path) -> None:
+    """Load weights that others have published, a state dict in a safetensors file."""
+    model.load_state_dict(_safetensors().load_file(path))
 
 
 def _shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

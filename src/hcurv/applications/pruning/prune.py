@@ -55,7 +55,6 @@ def prune(
     saliency: Saliency = "auto",
     stages: int = 1,
     corrections: int = 1,
-    regrow: float = 0.0,
     gradient: bool = False,
     damping: float | None = None,
     num_points: int | None = None,
@@ -100,8 +99,6 @@ def prune(
             one takes H and the gradient at the new weights, and goes on training: it needs targets,
             and enough data for the weights that are left. Targets may be the outputs of the model
             itself, which needs no labels.
-        regrow: weights to give another chance in every step, as a share of those that stay: the
-            removed ones whose gradients promise most. For structure="weights" only.
         gradient: whether the first correction, too, goes down the gradient of the loss.
         damping: λ > 0; None for a fifth of the mean of H's diagonal. If a correction makes the loss
             larger, the damping of later ones grows for a while.
@@ -130,7 +127,6 @@ def prune(
         saliency=saliency,
         stages=check_count(stages, "stages"),
         corrections=check_count(corrections, "corrections", least=0),
-        regrow=float(regrow),
         gradient=gradient,
         damping=damping,
         num_points=num_points,
@@ -168,7 +164,6 @@ class _Options:
     saliency: Saliency
     stages: int
     corrections: int
-    regrow: float
     gradient: bool
     damping: float | None
     num_points: int | None
@@ -178,7 +173,6 @@ class _Options:
         if points.targets is None:
             needed = "gradient=True" if self.gradient else None
             needed = f"corrections={self.corrections}" if self.corrections > 1 else needed
-            needed = f"regrow={self.regrow}" if self.regrow else needed
             if needed is not None:
                 raise ValueError(
                     f"{needed} needs the gradient of the loss: pass data=(inputs, targets) or a"
@@ -214,6 +208,8 @@ class _Run:
         start = time.perf_counter()
         quadratic = self._quadratic(self._options.gradient)
         active, saliency, moved = self._select(quadratic, sparsity)
+        damping = quadratic.damping
+        del quadratic  # Its factors may be large, and the next ones are made below.
         self._active = active
         self._weights = torch.where(active, self._weights, 0.0)
         zeroed = value = self._points.measure(self._weights)[0]
@@ -225,9 +221,9 @@ class _Run:
             value, halvings = self._move(again.minimiser(active), value)
             # The rule of Levenberg and Marquardt: short steps make the next one more careful.
             self._caution = max(1.0, self._caution * (0.5 if halvings == 0 else 2.0**halvings))
-            if value is not None and before is not None and 0 <= before - value < _LEAST * before:
+            if halvings == 0 and _is_small(before, value):
                 break
-        self._note(start, zeroed, saliency, quadratic.damping)
+        self._note(start, zeroed, saliency, damping)
 
     def _quadratic(self, with_gradient: bool, caution: float = 1.0) -> QuadraticModel:
         """The quadratic model at the present weights, over points that are drawn anew.
@@ -256,9 +252,6 @@ class _Run:
             Which weights stay; how they were chosen; where the quadratic model moves them.
         """
         active, weights = self._active, self._weights
-        if self._options.regrow:
-            active = self._regrown(quadratic, sparsity)
-            weights = quadratic.minimiser(active)
         first = self._structure.sparsity(active)
         saliency = self._options.saliency
         for stage in range(1, self._options.stages + 1):
@@ -271,16 +264,6 @@ class _Run:
             if self._options.corrections:
                 weights = quadratic.minimiser(active)
         return active, saliency, weights
-
-    def _regrown(self, quadratic: QuadraticModel, sparsity: float) -> Tensor:
-        """The active weights, and the removed ones that promise the largest decrease."""
-        gone = self._structure.prunable & ~self._active
-        num_kept = (1 - sparsity) * int(self._structure.prunable.sum())
-        count = min(int(gone.sum()), round(self._options.regrow * num_kept))
-        gain = quadratic.gradient.square() / (quadratic.diagonal + quadratic.damping)
-        result = self._active.clone()
-        result[torch.where(gone, gain, -torch.inf).topk(count).indices] = True
-        return result
 
     def _move(self, moved: Tensor, value: float | None) -> tuple[float | None, int]:
         """Go to the corrected weights, or part of the way if the loss would grow.
@@ -334,6 +317,11 @@ class _Run:
         return Pruning(self._points.snapshot.module, masks, tuple(self._record))
 
 
+def _is_small(before: float | None, after: float | None) -> bool:
+    """Whether a correction that was made in full hardly changed the loss."""
+    return before is not None and after is not None and before - after < _LEAST * before
+
+
 def _check(
     options: _Options, structure: str, scope: str, bias: bool, sparsity: float | None
 ) -> float:
@@ -350,10 +338,6 @@ def _check(
             f'bias=True is for structure="weights"; got {structure!r} (units and channels go with'
             " their biases)"
         )
-    if not 0 <= options.regrow <= 1:
-        raise ValueError(f"regrow must lie between 0 and 1; got {options.regrow}")
-    if options.regrow and (structure != "weights" or not options.corrections):
-        raise ValueError('regrow needs structure="weights" and at least one correction')
     if options.damping is not None:
         if not (math.isfinite(options.damping) and options.damping > 0):
             raise ValueError(f"damping must be positive; got {options.damping}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -91,8 +92,8 @@ class Pruning:
         by ``weight_mask``. `torch.nn.utils.prune.remove` undoes that and leaves the zeros.
 
         Args:
-            model: the model to change, whose parameters have the same names and shapes; None for
-                ``self.model``. It keeps its weights.
+            model: the model to change, whose parameters have the same names and shapes. It keeps
+                its weights. None for a copy of ``self.model``.
 
         Returns:
             That model.
@@ -109,7 +110,7 @@ class Pruning:
             >>> bool((net(inputs) == net(inputs)).all()), int((net[0].weight == 0).sum()) > 0
             (True, True)
         """
-        target = self.model if model is None else model
+        target = copy.deepcopy(self.model) if model is None else model
         found = dict(target.named_parameters())
         for name, mask in self.masks.items():
             if name not in found or found[name].shape != mask.shape:

@@ -5,6 +5,7 @@ from hcurv.experiments.tables import (
     complexity,
     cost_accuracy,
     memory,
+    pruning,
     sampled_compression,
     sampling,
 )
@@ -21,5 +22,6 @@ TABLES: dict[str, Table] = {
         sampling.TABLE,
         sampled_compression.TABLE,
         complexity.TABLE,
+        pruning.TABLE,
     )
 }
