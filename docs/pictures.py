@@ -60,6 +60,7 @@ def main(names: list[str]) -> None:
         "blocks.svg": draw_blocks,
         "spectrum.svg": draw_spectra,
         "storage.svg": draw_storage,
+        "pruning.svg": draw_pruning,
     }
     for name in names or list(pictures):
         with mpl.rc_context(STYLE):
@@ -304,6 +305,42 @@ def draw_storage() -> Figure:
         axes.set(xlabel="stored floats, % of N²", ylabel="relative error", title=TITLES[name])
         axes.xaxis.set_major_formatter("{x:g}")
     add_legend(figure, panels[0], 3)
+    return figure
+
+
+def draw_pruning() -> Figure:
+    """Accuracy against sparsity, and the pixels that are still read, of the tutorial's network."""
+    scope: dict[str, Any] = {"__name__": "snippets"}
+    tutorial = (Path(__file__).parent / "tutorials" / "pruning.md").read_text()
+    with torch.random.fork_rng(devices=[]):
+        exec(re.findall(r"```python\n(.*?)```", tutorial, re.S)[0], scope)
+    model, loss, data, accuracy = (scope[name] for name in ("model", "nll", "data", "accuracy"))
+    shares = [0.5, 0.7, 0.8, 0.85, 0.9, 0.95]
+    methods: dict[str, list[hcurv.Pruning]] = {
+        "magnitude, no corrections": [
+            hcurv.prune(model, loss, data, s, saliency="magnitude", corrections=0, schedule=1)
+            for s in shares
+        ],
+        "one correction a step": [hcurv.prune(model, loss, data, s) for s in shares],
+        "four corrections": [hcurv.prune(model, loss, data, s, corrections=4) for s in shares],
+    }
+    layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)
+    figure = Figure(figsize=(WIDTH, 5.2), layout=layout)
+    grid = figure.add_gridspec(2, 3, height_ratios=(2, 1))
+    top = figure.add_subplot(grid[0, :])
+    looks = ((GRAY, "x"), (SKY, "s"), (BLUE, "o"))
+    for (label, found), (colour, marker) in zip(methods.items(), looks, strict=True):
+        values = [accuracy(model), *(accuracy(thin.model) for thin in found)]
+        top.plot([0.0, *shares], values, color=colour, marker=marker, label=label)
+    top.set(xlabel="sparsity", ylabel="test accuracy", ylim=(0, 1))
+    top.legend(loc="lower left")
+    for place, share in enumerate((0.5, 0.8, 0.95)):
+        axes = figure.add_subplot(grid[1, place])
+        readers = methods["four corrections"][shares.index(share)].masks["0.weight"].sum(0)
+        image = axes.imshow(readers.view(8, 8), cmap="Blues", vmin=0, vmax=24)
+        axes.set(title=f"sparsity {share:g}", xticks=[], yticks=[])
+        axes.grid(False)
+    figure.colorbar(image, ax=figure.axes[1:], label="units that read it", shrink=0.8)
     return figure
 
 
