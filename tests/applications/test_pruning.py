@@ -293,7 +293,7 @@ def test_schedules_nest_and_end_where_they_should() -> None:
     assert thin.sparsity == pytest.approx(round(0.9 * 128) / 128)
     again = hcurv.prune(network(), LOSS, DATA, 0.5, schedule=[0.2, 0.5, 0.5])
     assert [round(step.sparsity, 1) for step in again.record] == [0, 0.2, 0.5, 0.5]
-    early = hcurv.prune(network(), LOSS, DATA, 0.2, schedule=[0.2])
+    early = hcurv.prune(network(), LOSS, DATA, schedule=[0.2])
     assert bool((removed(again) | ~removed(early)).all())
 
 

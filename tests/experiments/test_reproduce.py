@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from hcurv.experiments import reproduce as module
 from hcurv.experiments.reference_networks import REFERENCE_NETWORKS
@@ -64,6 +66,9 @@ def test_quick_values_make_sense(folder: Path) -> None:
     for row in values["sampled-compression"]:
         assert row["errors"] == sorted(row["errors"], reverse=True)
         assert 0 < row["errors"][-1] < 0.5
+    magnitude, steps = values["pruning"]
+    assert steps["accuracies"]["0.95"] > magnitude["accuracies"]["0.95"] + 10
+    assert steps["dense"] == magnitude["dense"] > steps["accuracies"]["0.95"]
     for row in values["complexity"]:
         assert all(row[method]["solve"] > 0 for method in ("MF", "RSVD", "K-FAC", "HM"))
 
@@ -126,3 +131,31 @@ def test_full_settings(name: str) -> None:
             assert row["network"] in REFERENCE_NETWORKS
             # The whole set, or none of it: part of it is for quick runs.
             assert "digits" not in row["network"] or row["num_points"] == 1797
+
+
+def test_the_published_network_is_read_from_the_data_folder(tmp_path: Path) -> None:
+    from hcurv.experiments.datasets import find_file
+    from hcurv.experiments.tables import pruning
+
+    shapes = {"fc1.weight": (40, 784), "fc2.weight": (20, 40), "fc3.weight": (10, 20)}
+    weights = {name: torch.rand(shape) for name, shape in shapes.items()}
+    path = tmp_path / "pruning" / "mnist-mlpnet-93.97.safetensors"
+    path.parent.mkdir()
+    save_file(weights, path)
+    model = pruning._published_network(str(tmp_path))
+    found = dict(model.named_parameters())
+    assert list(found) == list(shapes)
+    assert all(torch.equal(found[name], weights[name]) for name in shapes)
+    with pytest.raises(FileNotFoundError, match=r"pruning/none.txt not found: put it into"):
+        find_file(tmp_path, "pruning/none.txt")
+
+
+def test_committed_results_of_pruning_reach_what_is_claimed() -> None:
+    path = Path(__file__).parents[2] / "docs" / "results" / "pruning.json"
+    rows = json.loads(path.read_text())["rows"]
+    assert list(rows) == list(TABLES["pruning"].rows(False))
+    imitation = rows["784-40-20-10, steps, 4 corrections, imitation"]["values"]["accuracies"]
+    for sparsity, least in (("0.9", 93.5), ("0.95", 93.0), ("0.98", 91.0)):
+        assert imitation[sparsity] >= least
+    one_step = rows["784-40-20-10, one step, 100 points, 8 corrections"]["values"]["accuracies"]
+    assert one_step["0.95"] >= 88

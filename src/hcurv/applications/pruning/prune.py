@@ -75,7 +75,8 @@ def prune(
         loss: the loss, as for `GaussNewton`.
         data: the data, as for `GaussNewton`, best with targets. It is held in memory.
         sparsity: the share of weights to remove, of those that may be removed; or the share of
-            units or channels. None for 0.95, or for what an "N:M" structure says.
+            units or channels. None for the end of the schedule, for what an "N:M" structure says,
+            or else for 0.95.
         structure: "weights" removes single weights; "units" units of Linear layers, with all
             weights that lead to them and their biases; "channels" filters of convolutions with
             their biases; "units+channels" both. "N:M", such as "2:4", keeps N of every M inputs of
@@ -131,6 +132,8 @@ def prune(
         damping=damping,
         num_points=num_points,
     )
+    if sparsity is None and isinstance(schedule, Sequence) and schedule:
+        sparsity = schedule[-1]
     wanted = _check(options, structure, scope, bias, sparsity)
     if torch_prune.is_pruned(unwrapped(model)):
         raise ValueError(
