@@ -23,7 +23,7 @@ from hcurv.experiments.tables.table import (
 )
 from hcurv.experiments.weights import load_published
 from hcurv.losses import HalfSquaredError, Loss
-from hcurv.report.looks import BLACK, BLUE, GRAY, GREEN, PURPLE, RED, SKY
+from hcurv.report.looks import BLACK, BLUE, GRAY, GREEN, PURPLE, RED, SKY, WINE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -284,7 +284,8 @@ def _percent(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-_COLOURS = (BLUE, SKY, GREEN, RED, PURPLE, BLACK)
+_LOOKS = ((BLACK, "x"), (SKY, "s"), (GREEN, "D"), (RED, "^"), (PURPLE, "v"), (BLUE, "o"))
+_LAST = (WINE, "P")
 
 
 def draw(figure: Figure, measured: Measured) -> None:
@@ -292,22 +293,24 @@ def draw(figure: Figure, measured: Measured) -> None:
     axes = figure.subplots()
     first = measured[0][0]["network"]
     if first == _PUBLISHED_NETWORK:
-        for (name, known), dashes in zip(_PUBLISHED.items(), (":", "--", "-."), strict=False):
+        for (name, known), dashes in zip(_PUBLISHED.items(), (":", "--", "-.", "*"), strict=False):
             kept = [1 - share for share in known]
             axes.plot(kept, list(known.values()), dashes, color=GRAY, label=name)
     chosen = [pair for pair in measured if pair[0]["network"] == first]
-    for number, (settings, values) in enumerate(chosen):
+    for (settings, values), (colour, marker) in zip(chosen, (*_LOOKS, _LAST), strict=False):
         kept = [1 - float(share) for share in values["accuracies"]]
         label = settings.get("method", "magnitude" if "one_step" in settings else "steps")
         axes.plot(
             kept,
             list(values["accuracies"].values()),
-            color=_COLOURS[number % len(_COLOURS)],
-            marker="osD^vP"[number % 6],
+            color=colour,
+            marker=marker,
             label=label,
         )
     axes.set_xscale("log")
     axes.invert_xaxis()
+    axes.minorticks_off()
+    axes.set_xticks([0.5, 0.2, 0.1, 0.05, 0.02], ["50 %", "20 %", "10 %", "5 %", "2 %"])
     axes.set(xlabel="share of weights kept", ylabel="test accuracy, %", ylim=(80, None))
     axes.set_title(first, fontsize=10)
     axes.grid(color="#e4e4e4")
@@ -325,9 +328,9 @@ TABLE = Table(
         " does not grow (in one step, at no labels at all). `Imitation`: later corrections train on"
         " the probabilities of the dense network instead of labels. `8 corrections`: on its own"
         " outputs, by squared error. `Labels`: later corrections train on the labels of the"
-        " training set, as fine-tuning does, so that the result may be better than the dense network"
-        " and does not compare like with like. Settings for 784-40-20-10 were chosen on a held-out"
-        " part of the training set. Points: one step uses as many images as it"
+        " training set, as fine-tuning does, so that the result may be better than the dense"
+        " network and does not compare like with like. Settings for 784-40-20-10 were chosen on"
+        " a held-out part of the training set. Points: one step uses as many images as it"
         " says. Steps use 60,000 images of MNIST (LeNet 5,000 for `outputs kept`, else 20,000;"
         " ResNet-8 1,000), and 3,000 (500, 200) of them for each matrix. LeNet and ResNet-8 are the"
         " reference models; biases and normalisations stay."
