@@ -54,11 +54,12 @@ __all__ = [
     "losses",
     "nearest_neighbors",
     "num_samples_for",
+    "optim",
     "sampling_error",
 ]
 
 if TYPE_CHECKING:
-    from hcurv import baselines, losses
+    from hcurv import baselines, losses, optim
     from hcurv.applications.newton_step import GaussNewtonStep, gauss_newton_step
     from hcurv.diagonal import Diagonal
     from hcurv.factorized import AccuracyWarning, Factorized, NotFactorizableError
@@ -93,6 +94,7 @@ else:  # hidden from type checkers, which would otherwise accept any name
     _NAMES = {  # the public names of each module; none if the module itself is the public name
         "baselines": (),
         "losses": (),
+        "optim": (),
         "diagonal": ("Diagonal",),
         "applications.newton_step": ("GaussNewtonStep", "gauss_newton_step"),
         "factorized": ("AccuracyWarning", "Factorized", "NotFactorizableError"),
