@@ -99,24 +99,25 @@ class OneStep:
         Raises:
             ValueError: the loss or its gradient is not finite.
         """
+        task = self._task
+        with timed(seconds, "curvature"):  # It comes first, because it checks the batch.
+            chosen = self._curvature_pairs(pairs, step)
+            data = chosen[0] if len(chosen) == 1 else chosen
+            matrix = GaussNewton(task.model, task.loss, data, forward_fn=task.forward_fn)
         with timed(seconds, "gradient"):
-            value, gradient = self._task.objective.value_and_gradient(pairs, self._parameters)
+            value, gradient = task.objective.value_and_gradient(pairs, self._parameters)
             gradient = torch.addcmul(gradient, self._decay, self._before)
         loss = value + self._penalty(self._before)
         if not (math.isfinite(loss) and bool(torch.isfinite(gradient).all())):
             raise ValueError(
-                f"the loss before step {step} is {loss}, or its gradient is not finite: the"
-                " weights or the inputs are too large"
+                f"the loss before step {step} is {loss}, or its gradient is not finite: look at"
+                " the targets, or at weights and inputs that are too large"
             )
-        with timed(seconds, "curvature"):
-            chosen = self._curvature_pairs(pairs, step)
-            data = chosen[0] if len(chosen) == 1 else chosen
-            task = self._task
-            matrix = GaussNewton(task.model, task.loss, data, forward_fn=task.forward_fn)
-            self._start_damping(matrix, gradient)
+        self._start_damping(matrix, gradient)
         dampings = [group["damping"] for group in self._groups]
         taken = _Taken(None, loss, 0.0, 0.0, math.nan)
         solutions: list[Solution] = []
+        ratios: list[float] = []
         solves = 0
         while taken.change is None and solves < _MOST_SOLVES and bool(gradient.any()):
             if solves:
@@ -131,6 +132,7 @@ class OneStep:
                 solutions.append(solution)
                 with timed(seconds, "evaluation"):
                     taken = self._try(system, solution, pairs, loss)
+                ratios.append(taken.ratio)
         if not self._rules.adapts:
             for group, before in zip(self._groups, dampings, strict=True):
                 group["damping"] = before
@@ -149,7 +151,7 @@ class OneStep:
             accepted=taken.change is not None,
             scale=taken.scale,
             predicted_decrease=taken.predicted,
-            ratio=taken.ratio,
+            ratio=ratios[0] if ratios else math.nan,
             damping=float(dampings[0]),
             next_damping=float(self._groups[0]["damping"]),
             num_solves=solves,
