@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -100,7 +100,7 @@ class Objective:
         """Whether the loss is a mean over points."""
         return self._known.reduction == "mean"
 
-    def value(self, pairs: list[Pair]) -> float:
+    def value(self, pairs: Sequence[Pair]) -> float:
         """The loss over all pairs; infinite or NaN where the outputs are."""
         with torch.no_grad():
             parts = [(float(value), count) for value, count in self._pieces(pairs)]
@@ -108,7 +108,7 @@ class Objective:
         return total / sum(count for _, count in parts) if self.is_mean else total
 
     def value_and_gradient(
-        self, pairs: list[Pair], parameters: list[nn.Parameter]
+        self, pairs: Sequence[Pair], parameters: list[nn.Parameter]
     ) -> tuple[float, Tensor]:
         """The loss, and its flat gradient with respect to some parameters, (N,)."""
         total, divisor = 0.0, 0.0
@@ -123,7 +123,7 @@ class Objective:
         scale = 1 / divisor if self.is_mean else 1.0
         return total * scale, scale * torch.cat([own.reshape(-1) for own in sums])
 
-    def _pieces(self, pairs: list[Pair]) -> Iterator[tuple[Tensor, float]]:
+    def _pieces(self, pairs: Sequence[Pair]) -> Iterator[tuple[Tensor, float]]:
         """The sum of the losses of some points at a time, and what their mean divides by."""
         like = next(self._model.parameters())
         for inputs, targets in pairs:

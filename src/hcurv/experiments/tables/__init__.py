@@ -7,6 +7,7 @@ from hcurv.experiments.tables import (
     memory,
     sampled_compression,
     sampling,
+    training,
 )
 from hcurv.experiments.tables.table import Table
 
@@ -21,5 +22,6 @@ TABLES: dict[str, Table] = {
         sampling.TABLE,
         sampled_compression.TABLE,
         complexity.TABLE,
+        training.TABLE,
     )
 }
