@@ -63,9 +63,9 @@ class DampingRules:
         elif ratio < _POOR:
             self._multiply(groups, self._factor)
 
-    def grow(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Raise λ, because a step was rejected."""
-        self._multiply(groups, self._factor**2)
+    def grow(self, groups: Sequence[dict[str, Any]], rejected: int) -> None:
+        """Raise λ, because so many steps were rejected one after the other."""
+        self._multiply(groups, self._factor**rejected)
 
     def _multiply(self, groups: Sequence[dict[str, Any]], factor: float) -> None:
         for group in groups:

@@ -118,14 +118,15 @@ class OneStep:
         taken = _Taken(None, loss, 0.0, 0.0, math.nan)
         solutions: list[Solution] = []
         ratios: list[float] = []
+        dense: dict[str, Tensor] = {}
         solves = 0
         while taken.change is None and solves < _MOST_SOLVES and bool(gradient.any()):
             if solves:
-                self._rules.grow(self._groups)
+                self._rules.grow(self._groups, solves)
             solves += 1
             damping = self._setting("damping") + self._decay
             system = System(
-                matrix, damping, gradient, task.model, task.loss, chosen, task.forward_fn
+                matrix, damping, gradient, task.model, task.loss, chosen, task.forward_fn, dense
             )
             solution = task.solver.solve(system, self._last_step(), step, seconds)
             if solution is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from hcurv.factorized import Factorized
 from hcurv.inversion.dense import DenseFactorization
 from hcurv.inversion.sample_space import SampleSpaceFactorization
 from hcurv.losses import Loss
+from hcurv.memory import require_bytes
 from hcurv.network.gauss_newton import GaussNewton
 from hcurv.network.model.snapshot import ForwardFunction
 
@@ -35,6 +36,8 @@ class System:
         loss: the loss.
         pairs: the points that H is taken over.
         forward_fn: as for `hcurv.GaussNewton`.
+        dense: dense matrices that were formed for H, by the way that needs them. Systems with the
+            same H and another damping share them.
     """
 
     matrix: GaussNewton
@@ -44,6 +47,7 @@ class System:
     loss: nn.Module | Loss
     pairs: list[Pair]
     forward_fn: ForwardFunction | None
+    dense: dict[str, Tensor] = field(default_factory=dict)
 
     def product(self, vector: Tensor) -> Tensor:
         """(H + D) times a vector."""
@@ -110,8 +114,32 @@ def solve_exactly(system: System, method: str) -> Solution | None:
 def _factorize(system: System, method: str) -> Factorized:
     matrix, damping = system.matrix, Damping(system.damping.double())
     precise = matrix.in_precision(torch.float64)
-    if method == "samples":
+    if method == "parameters":
+        rows = torch.arange(matrix.shape[0], device=matrix.device)
+        if method not in system.dense:
+            _require_memory(len(rows), matrix.device)
+            system.dense[method] = precise.block(rows, rows)
+        block = system.dense[method].clone()
+        return DenseFactorization.of(block, rows, damping, matrix.shape[0], matrix.dtype)
+    if not bool((system.damping == system.damping[0]).all()):
         return SampleSpaceFactorization.of(precise, damping, matrix.dtype)
-    rows = torch.arange(matrix.shape[0], device=matrix.device)
-    block = precise.block(rows, rows)
-    return DenseFactorization.of(block, rows, damping, matrix.shape[0], matrix.dtype)
+    # S D⁻¹ Sᵀ is a multiple of SSᵀ, which another damping can use again.
+    one = Damping(torch.ones((), dtype=torch.float64))
+    size = matrix.num_root_rows
+    if method not in system.dense:
+        _require_memory(size, matrix.device)
+        lower = torch.zeros(size, size, dtype=torch.float64, device=matrix.device)
+        system.dense[method] = precise.kernel(one).fill(lower, lower=True)
+    kernel = system.dense[method] / float(system.damping[0])
+    rows = torch.arange(size, device=matrix.device)
+    inner = DenseFactorization.of(kernel, rows, one, size, torch.float64)
+    return SampleSpaceFactorization(precise, inner, damping, matrix.dtype)
+
+
+def _require_memory(size: int, device: torch.device) -> None:
+    require_bytes(
+        3 * 8 * size**2,
+        device,
+        f"an exact step, which takes a dense matrix of {size} x {size} entries",
+        ('use method="kfac"', "use smaller batches"),
+    )

@@ -165,7 +165,7 @@ TABLE = Table(
         " (history 20, strong Wolfe line search). Adam, SGD (momentum 0.9) and K-FAC (fixed"
         " damping, momentum 0.9, factors of 1,000 points renewed every 10 steps) take minibatches."
         " Their learning rates, and K-FAC's damping, are the best of four choices, each tried for"
-        " an eighth of the time, which is not counted. The autoencoders of 196 and 784-250 inputs have"
+        " an eighth of the time, which is not counted. The first two autoencoders have"
         " half squared errors, summed over outputs; the deep one has cross-entropies, averaged over"
         " outputs, and its decoder mirrors its encoder."
     ),
