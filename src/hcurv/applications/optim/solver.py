@@ -19,7 +19,7 @@ EXACT = ("parameters", "samples")
 METHODS = ("auto", *EXACT, *PRECONDITIONERS)
 # Up to the first size an exact solution is certainly cheap, and beyond the second it is not tried.
 _SURELY_EXACT = 500
-_MAYBE_EXACT = 3000
+_MAYBE_EXACT = 1500
 # Ways are compared in the first step, and again after 8, 64, 512, … steps.
 _TRIAL_GROWTH = 8
 # They are compared over this many iterations of conjugate gradients.
