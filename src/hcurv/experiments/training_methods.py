@@ -31,12 +31,15 @@ _MOMENTUM = 0.9
 # K-FAC's factors are taken from this many points, and renewed after this many steps.
 _KFAC_POINTS = 1000
 _KFAC_RENEWAL = 10
-# A curve has at least this many parts, if the steps are short enough.
-_NUM_MARKS = 60
 
 
 def run_method(
-    method: str, problem: TrainingProblem, options: Mapping[str, Any], seconds: float, seed: int
+    method: str,
+    problem: TrainingProblem,
+    options: Mapping[str, Any],
+    seconds: float,
+    seed: int,
+    num_marks: int = 40,
 ) -> Curve:
     """Train for some seconds.
 
@@ -46,6 +49,7 @@ def run_method(
         options: those of the method.
         seconds: the time that training may take.
         seed: the seed of minibatches.
+        num_marks: how often the loss is measured, if the steps are short enough.
 
     Returns:
         The loss of the initial weights, and at least one more; if it is not finite, training ended
@@ -55,14 +59,14 @@ def run_method(
     everything = [(problem.inputs, problem.targets)]
     curve: Curve = [(0.0, objective.value(everything))]
     steps = METHODS[method](problem, objective, options, seed)
-    used, next_mark = 0.0, seconds / _NUM_MARKS
+    used, next_mark = 0.0, seconds / num_marks
     while used < seconds:
         began = time.process_time()
         finished = next(steps, "finished") == "finished"
         used += time.process_time() - began
         if used >= min(next_mark, seconds) or finished:
             curve.append((used, objective.value(everything)))
-            next_mark = used + seconds / _NUM_MARKS
+            next_mark = used + seconds / num_marks
         if finished or not math.isfinite(curve[-1][1]):
             break
     return curve

@@ -58,10 +58,10 @@ def _problem(
 
 _KFAC_GRID = list(product((0.03, 0.3), (1e-2, 1e-1)))
 _FULL = {
-    "196-64-16-64-196 autoencoder": _problem(5000, 60, 250, [0.01, 0.03, 0.1, 0.3], _KFAC_GRID),
+    "196-64-16-64-196 autoencoder": _problem(5000, 40, 250, [0.01, 0.03, 0.1, 0.3], _KFAC_GRID),
     "784-250-30-250-784 autoencoder": _problem(
         5000,
-        60,
+        40,
         250,
         [3e-3, 0.01, 0.03, 0.1],
         _KFAC_GRID,
@@ -69,15 +69,15 @@ _FULL = {
     ),
     "784-1000-500-250-30 autoencoder": _problem(
         5000,
-        120,
+        80,
         250,
         [0.3, 1.0, 3.0, 10.0],
         list(product((0.03, 0.3), (1e-4, 1e-3))),
         {"method": "kfac", "batch": 1000, "curvature_points": 250, "max_iterations": 5},
         5,
     ),
-    "concrete": _problem(1029, 20, 128, [3e-3, 0.01, 0.03, 0.1], _KFAC_GRID),
-    "physics-informed": _problem(500, 30, 500, [1e-5, 1e-4, 1e-3, 1e-2], _KFAC_GRID),
+    "concrete": _problem(1029, 15, 128, [3e-3, 0.01, 0.03, 0.1], _KFAC_GRID),
+    "physics-informed": _problem(500, 20, 500, [1e-5, 1e-4, 1e-3, 1e-2], _KFAC_GRID),
 }
 _QUICK = {
     "digits autoencoder": _problem(500, 0.4, 100, [0.1], [(0.1, 0.1)]),
@@ -104,19 +104,20 @@ def rows(quick: bool) -> dict[str, Settings]:
 def measure(settings: Settings, data: str | None) -> Values:
     """Choose the options in short runs, and draw the curve of the best."""
 
-    def run(options: dict[str, Any], seconds: float) -> tuple[int, Curve]:
+    def run(options: dict[str, Any], seconds: float, num_marks: int) -> tuple[int, Curve]:
         problem = make_problem(settings["problem"], settings["num_points"], data, settings["seed"])
         size = sum(p.numel() for p in problem.model.parameters())
-        return size, run_method(settings["method"], problem, options, seconds, settings["seed"])
+        method, seed = settings["method"], settings["seed"]
+        return size, run_method(method, problem, options, seconds, seed, num_marks)
 
     choices = settings["choices"]
     ends = [math.nan] * len(choices)
     if len(choices) > 1:
         short = _TUNING_SHARE * settings["seconds"]
-        ends = [run(options, short)[1][-1][1] for options in choices]
+        ends = [run(options, short, 1)[1][-1][1] for options in choices]
     finite = [end if math.isfinite(end) else math.inf for end in ends]
     best = choices[finite.index(min(finite))]
-    size, curve = run(best, settings["seconds"])
+    size, curve = run(best, settings["seconds"], 40)
     return {"size": size, "options": best, "tuning": ends, "curve": curve, "loss": curve[-1][1]}
 
 
