@@ -31,6 +31,8 @@ _MOMENTUM = 0.9
 # K-FAC's factors are taken from this many points, and renewed after this many steps.
 _KFAC_POINTS = 1000
 _KFAC_RENEWAL = 10
+# A method has diverged when the loss of a minibatch is this many times the smallest one so far.
+_DIVERGED = 1e6
 
 
 def run_method(
@@ -90,9 +92,12 @@ def _first_order(
     size: int,
     seed: int,
 ) -> Steps:
-    parameters = list(problem.model.parameters())
+    parameters, limit = list(problem.model.parameters()), math.inf
     for batch in _minibatches(problem, size, seed):
-        _, gradient = objective.value_and_gradient([batch], parameters)
+        value, gradient = objective.value_and_gradient([batch], parameters)
+        limit = min(limit, _DIVERGED * value)
+        if not value <= limit:
+            return
         _set_gradients(parameters, gradient)
         optimizer.step()
         yield
@@ -147,12 +152,15 @@ def _kfac(
     """Natural gradients with a fixed damping, learning rate and momentum."""
     parameters = list(problem.model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=options["lr"], momentum=_MOMENTUM)
-    samples = _minibatches(problem, _KFAC_POINTS, seed + 1)
+    samples, limit = _minibatches(problem, _KFAC_POINTS, seed + 1), math.inf
     for number, batch in enumerate(_minibatches(problem, options["batch"], seed)):
+        value, gradient = objective.value_and_gradient([batch], parameters)
+        limit = min(limit, _DIVERGED * value)
+        if not value <= limit:
+            return
         if number % _KFAC_RENEWAL == 0:
             matrix = KFAC(problem.model, problem.loss, next(samples), seed=seed + number)
             inverse = matrix.factorize(options["damping"])
-        _, gradient = objective.value_and_gradient([batch], parameters)
         _set_gradients(parameters, inverse.solve(gradient))
         optimizer.step()
         yield
