@@ -195,16 +195,16 @@ TABLE = Table(
         " methods start from the same weights. Images are the first n of MNIST. `GaussNewton` has"
         " default options and takes all points in each step, with these exceptions, which were"
         " found in a few short trials: the curvature of the first autoencoder comes from 1,000"
-        " points of each step; on the second one it takes minibatches of 1,000 points, the curvature"
-        ' of 500 of them, `method="kfac"` and at most 12 iterations; on the third one minibatches'
-        ' of 1,000, the curvature of 250, `method="kfac"` and at most 5 iterations. L-BFGS takes'
-        " all points (history 20, strong Wolfe line search). Adam, SGD (momentum 0.9) and K-FAC"
-        " (fixed damping, momentum 0.9,"
-        " factors of 1,000 points renewed every 10 steps) take minibatches of 250"
-        " images, 128 rows of concrete, or all points (physics-informed). Their learning rates, and K-FAC's damping, are the best of four choices,"
-        " each tried for an eighth of the time, which is not counted. The first two autoencoders"
-        " have half squared errors, summed over outputs. The third one has cross-entropies,"
-        " averaged over outputs, and its decoder mirrors its encoder."
+        " points of each step; on the second one it takes minibatches of 1,000 points, the"
+        ' curvature of 500 of them, `method="kfac"` and at most 12 iterations; on the third one'
+        ' minibatches of 1,000, the curvature of 250, `method="kfac"` and at most 5 iterations.'
+        " L-BFGS takes all points (history 20, strong Wolfe line search). Adam, SGD (momentum 0.9)"
+        " and K-FAC (fixed damping, momentum 0.9, factors of 1,000 points renewed every 10 steps)"
+        " take minibatches of 250 images, 128 rows of concrete, or all points (physics-informed)."
+        " Their learning rates, and K-FAC's damping, are the best of four choices, each tried for"
+        " an eighth of the time, which is not counted. The first two autoencoders have half squared"
+        " errors, summed over outputs. The third one has cross-entropies, averaged over outputs,"
+        " and its decoder mirrors its encoder."
     ),
     rows=rows,
     measure=measure,
