@@ -159,8 +159,11 @@ def _kfac(
         if not value <= limit:
             return
         if number % _KFAC_RENEWAL == 0:
-            matrix = KFAC(problem.model, problem.loss, next(samples), seed=seed + number)
-            inverse = matrix.factorize(options["damping"])
+            try:
+                matrix = KFAC(problem.model, problem.loss, next(samples), seed=seed + number)
+                inverse = matrix.factorize(options["damping"])
+            except (ValueError, torch.linalg.LinAlgError):
+                return  # The weights are so large that its factors cannot be inverted.
         _set_gradients(parameters, inverse.solve(gradient))
         optimizer.step()
         yield
