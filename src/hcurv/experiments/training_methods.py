@@ -162,7 +162,7 @@ def _kfac(
             try:
                 matrix = KFAC(problem.model, problem.loss, next(samples), seed=seed + number)
                 inverse = matrix.factorize(options["damping"])
-            except (ValueError, torch.linalg.LinAlgError):
+            except (ValueError, RuntimeError):
                 return  # The weights are so large that its factors cannot be inverted.
         _set_gradients(parameters, inverse.solve(gradient))
         optimizer.step()
