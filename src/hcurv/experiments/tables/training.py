@@ -34,7 +34,6 @@ _COLOURS = {
 # Every choice of options is tried for this share of the time, and the best one is run in full.
 _TUNING_SHARE = 1 / 8
 _ADAM = (3e-4, 1e-3, 3e-3, 1e-2)
-_FASTER_ADAM = (1e-3, 3e-3, 1e-2, 3e-2)
 
 
 def _problem(
@@ -45,12 +44,11 @@ def _problem(
     kfac: list[tuple[float, float]],
     ours: dict[str, Any] | None = None,
     iterations: int = 20,
-    adam: tuple[float, ...] = _ADAM,
 ) -> Settings:
     """The settings of one problem, and the options among which each method chooses."""
     choices = {
         _OURS: [ours or {}],
-        "Adam": [{"lr": lr, "batch": batch} for lr in adam],
+        "Adam": [{"lr": lr, "batch": batch} for lr in _ADAM],
         "SGD with momentum": [{"lr": lr, "batch": batch} for lr in sgd],
         "L-BFGS": [{"max_iter": iterations}],
         "K-FAC": [{"lr": lr, "damping": damping, "batch": batch} for lr, damping in kfac],
@@ -86,7 +84,6 @@ _FULL = {
         128,
         [0.03, 0.1, 0.3, 1.0],
         list(product((0.01, 0.1), (0.1, 1.0))),
-        adam=_FASTER_ADAM,
     ),
     "physics-informed": _problem(
         500,
@@ -94,7 +91,6 @@ _FULL = {
         500,
         [1e-5, 1e-4, 1e-3, 1e-2],
         list(product((0.03, 0.3), (1.0, 10.0))),
-        adam=_FASTER_ADAM,
     ),
 }
 _QUICK = {
