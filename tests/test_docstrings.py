@@ -35,7 +35,7 @@ def public_objects() -> dict[str, object]:
             objects[name] = value
 
     classes: dict[type, str] = {}
-    for module in (hcurv, hcurv.baselines, hcurv.losses):
+    for module in (hcurv, hcurv.baselines, hcurv.losses, hcurv.optim):
         prefix = module.__name__.removeprefix("hcurv").removeprefix(".")
         for name in module.__all__:
             value = getattr(module, name)

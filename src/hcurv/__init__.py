@@ -57,11 +57,12 @@ __all__ = [
     "nearest_neighbors",
     "num_samples_for",
     "prune",
+    "optim",
     "sampling_error",
 ]
 
 if TYPE_CHECKING:
-    from hcurv import baselines, losses
+    from hcurv import baselines, losses, optim
     from hcurv.applications.newton_step import GaussNewtonStep, gauss_newton_step
     from hcurv.applications.pruning import Pruning, PruningStep, prune
     from hcurv.diagonal import Diagonal
@@ -97,6 +98,7 @@ else:  # hidden from type checkers, which would otherwise accept any name
     _NAMES = {  # the public names of each module; none if the module itself is the public name
         "baselines": (),
         "losses": (),
+        "optim": (),
         "diagonal": ("Diagonal",),
         "applications.newton_step": ("GaussNewtonStep", "gauss_newton_step"),
         "applications.pruning": ("Pruning", "PruningStep", "prune"),

@@ -268,9 +268,18 @@ def test_compare_reports(network: Network, tmp_path: Path) -> None:
 def test_reproduce_calls_the_experiments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
 
-    def stand_in(name: str, folder: Path, *, quick: bool, data: str | None, progress: bool) -> Path:
+    def stand_in(
+        name: str,
+        folder: Path,
+        *,
+        quick: bool,
+        data: str | None,
+        progress: bool,
+        only: str | None,
+        seconds: float | None,
+    ) -> Path:
         print("measuring")
-        calls.append((name, folder, quick, data, progress))
+        calls.append((name, folder, quick, data, progress, only, seconds))
         path = tmp_path / f"{name}.md"
         path.write_text(f"| {name} |\n")
         return path
@@ -279,7 +288,9 @@ def test_reproduce_calls_the_experiments(tmp_path: Path, monkeypatch: pytest.Mon
     module.reproduce = stand_in  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     assert succeed("reproduce", "memory", "--quick", "--data", "folder") == "| memory |\n\n"
-    assert calls == [("memory", Path("results"), True, "folder", False)]
+    assert calls == [("memory", Path("results"), True, "folder", False, None, None)]
+    assert succeed("reproduce", "training", "--only", "Adam", "--seconds", "9")
+    assert calls.pop() == ("training", Path("results"), False, None, False, "Adam", 9.0)
     document = succeed_json("reproduce", "all", "--out", tmp_path)
     assert [table["name"] for table in document["tables"]] == list(TABLES)
     assert [call[0] for call in calls[1:]] == list(TABLES)

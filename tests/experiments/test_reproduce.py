@@ -69,6 +69,8 @@ def test_quick_values_make_sense(folder: Path) -> None:
     magnitude, steps = values["pruning"]
     assert steps["accuracies"]["0.95"] > magnitude["accuracies"]["0.95"] + 10
     assert steps["dense"] == magnitude["dense"] > steps["accuracies"]["0.95"]
+    for row in values["training"]:
+        assert row["loss"] < row["curve"][0][1]
     for row in values["complexity"]:
         assert all(row[method]["solve"] > 0 for method in ("MF", "RSVD", "K-FAC", "HM"))
 
@@ -115,6 +117,20 @@ def test_foreign_results_are_left_alone(tmp_path: Path, content: str) -> None:
     with pytest.raises(ValueError, match="holds no results of table 'memory': move it away"):
         reproduce("memory", tmp_path, quick=True)
     assert path.read_text() == content
+
+
+def test_some_rows_with_another_time(tmp_path: Path) -> None:
+    for only, count in (("digits autoencoder, Adam", 1), ("digits autoencoder, L-BFGS", 2)):
+        path = reproduce("training", tmp_path, quick=True, only=only, seconds=0.05)
+        rows = json.loads((tmp_path / "training-quick.json").read_text())["rows"]
+        assert len(rows) == count
+        assert rows[only]["settings"]["seconds"] == 0.05
+        assert rows[only]["values"]["curve"][-1][0] >= 0.05
+        assert "digits autoencoder" in path.read_text()
+    with pytest.raises(ValueError, match="no row contains 'Newton-CG'"):
+        reproduce("training", tmp_path, quick=True, only="Newton-CG")
+    with pytest.raises(ValueError, match="seconds must be positive, and is for the table training"):
+        reproduce("memory", tmp_path, quick=True, seconds=3)
 
 
 def test_unknown_table(tmp_path: Path) -> None:

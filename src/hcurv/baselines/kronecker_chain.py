@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -231,10 +232,19 @@ class InverseBlock:
         assert self.scale is not None
         return self.scale
 
+    @cached_property
+    def _product(self) -> KroneckerPair:
+        """K_A K_Aᵀ and K_G K_Gᵀ, which halve the work of solves where D is one."""
+        assert isinstance(self.basis, KroneckerPair)
+        inputs, gradients = self.basis.inputs, self.basis.gradients
+        return KroneckerPair(inputs @ inputs.T, gradients @ gradients.T)
+
     def solve(self, values: Tensor) -> Tensor:
         """Compute Σ⁻¹ V for V of shape (k, units, columns)."""
+        if self.scale is None:
+            return self._product.apply(values)
         inner = self.basis.apply_transposed(values)
-        return self.basis.apply(inner if self.scale is None else inner / self.scale)
+        return self.basis.apply(inner / self.scale)
 
     def half_solve(self, values: Tensor) -> Tensor:
         """Compute K_G (V / √D) K_Aᵀ: a square root of Σ⁻¹ times V."""

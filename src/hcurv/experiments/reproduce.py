@@ -40,6 +40,8 @@ def reproduce(
     quick: bool = False,
     data: str | None = None,
     progress: bool = False,
+    only: str | None = None,
+    seconds: float | None = None,
 ) -> Path:
     """Measure the rows that are missing and write ``<name>.json``, ``.md`` and ``.png``.
 
@@ -49,12 +51,16 @@ def reproduce(
         quick: small networks on scikit-learn's digits, in less than a minute.
         data: the folder with the data sets, as for `hcurv.experiments.datasets`.
         progress: show a bar over the rows.
+        only: measure no rows but those whose labels contain this text, and show these and the ones
+            that are already there.
+        seconds: the time of each row, of tables whose rows take as long as they are told to.
 
     Returns:
         The path of the rendered table.
 
     Raises:
-        ValueError: there is no such table, or the folder holds other results under its name.
+        ValueError: there is no such table, no row or no time to choose, or the folder holds other
+            results under its name.
     """
     if name not in TABLES:
         raise ValueError(f"no table {name!r}: choose one of {', '.join(TABLES)}")
@@ -62,22 +68,39 @@ def reproduce(
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{name}-quick" if quick else name
     path = folder / f"{stem}.json"
-    wanted = table.rows(quick)
+    wanted = _choose_rows(table, quick, only, seconds)
     known = _read(path, table)
     known = {key: row for key, row in known.items() if row["settings"] == wanted.get(key)}
     bar = tqdm(wanted.items(), unit="row", disable=not progress)
     for key, settings in bar:
         bar.set_description(key)
-        if key not in known:
+        if key not in known and (only is None or only in key):
             known[key] = _measure(table, settings, data)
             _write(path, table, quick, {k: known[k] for k in wanted if k in known})
-    _write(path, table, quick, {k: known[k] for k in wanted})
-    rows = [known[key] for key in wanted]
+    rows = [known[key] for key in wanted if key in known]
+    _write(path, table, quick, {k: known[k] for k in wanted if k in known})
     _draw(folder / f"{stem}.png", table, rows)
     target = folder / f"{stem}.md"
     text = _markdown(table, stem, quick, rows)
     write_atomically(target, lambda name: Path(name).write_text(text, encoding="utf-8"))
     return target
+
+
+def _choose_rows(
+    table: Table, quick: bool, only: str | None, seconds: float | None
+) -> dict[str, dict[str, Any]]:
+    """The settings of all rows, with the time that was asked for."""
+    found = table.rows(quick)
+    if only is not None and not any(only in key for key in found):
+        raise ValueError(f"no row contains {only!r}: the rows are {'; '.join(found)}")
+    if seconds is None:
+        return found
+    if not seconds > 0 or not all("seconds" in settings for settings in found.values()):
+        raise ValueError(
+            f"seconds must be positive, and is for the table training; got {seconds} for"
+            f" {table.name}"
+        )
+    return {key: {**settings, "seconds": float(seconds)} for key, settings in found.items()}
 
 
 def _measure(table: Table, settings: dict[str, Any], data: str | None) -> dict[str, Any]:

@@ -94,6 +94,26 @@ class Loss(ABC):
             " to use GaussNewton.gradient"
         )
 
+    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Compute the losses f(x_i, y_i) themselves, (b,), as `hcurv.optim.GaussNewton` needs them.
+
+        Args:
+            outputs: rows x_i of network outputs, (b, d).
+            targets: the targets of these rows.
+
+        Raises:
+            TypeError: the loss does not define its value.
+
+        Examples:
+            >>> outputs, targets = torch.tensor([[3.0, 1.0]]), torch.tensor([[1.0, 1.0]])
+            >>> hcurv.losses.HalfSquaredError().value(outputs, targets)
+            tensor([2.])
+        """
+        raise TypeError(
+            f"{type(self).__name__} has no value: pass the loss module of torch instead, or define"
+            " value(outputs, targets), the loss of each row, on it"
+        )
+
     def sample_gradient(
         self, outputs: Tensor, targets: Tensor | None, generator: torch.Generator
     ) -> Tensor:

@@ -43,6 +43,16 @@ class HalfSquaredError(ElementwiseLoss):
         """
         return outputs - targets.to(outputs)
 
+    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Compute ½‖x_i − y_i‖².
+
+        Examples:
+            >>> outputs, targets = torch.tensor([[3.0, 1.0]]), torch.tensor([[1.0, 1.0]])
+            >>> hcurv.losses.HalfSquaredError().value(outputs, targets)
+            tensor([2.])
+        """
+        return 0.5 * (outputs - targets.to(outputs)).square().sum(1)
+
     def divisor(self, outputs_shape: tuple[int, ...], targets: Tensor | None) -> float:
         """Return the number of points.
 
@@ -84,6 +94,16 @@ class MeanSquaredError(ElementwiseLoss):
             tensor([[4., 0.]])
         """
         return 2 * (outputs - targets.to(outputs))
+
+    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Compute ‖x_i − y_i‖².
+
+        Examples:
+            >>> outputs, targets = torch.tensor([[3.0, 1.0]]), torch.tensor([[1.0, 1.0]])
+            >>> hcurv.losses.MeanSquaredError().value(outputs, targets)
+            tensor([4.])
+        """
+        return (outputs - targets.to(outputs)).square().sum(1)
 
 
 class GaussianNLL(ElementwiseLoss):
@@ -135,3 +155,14 @@ class GaussianNLL(ElementwiseLoss):
             tensor([[8., 0.]])
         """
         return (outputs - targets.to(outputs)) / self._deviations(outputs).square()
+
+    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Compute ½ Σ_j (x_j − y_j)²/v_j.
+
+        Examples:
+            >>> outputs, targets = torch.tensor([[3.0, 1.0]]), torch.tensor([[1.0, 1.0]])
+            >>> hcurv.losses.GaussianNLL(variance=0.25).value(outputs, targets)
+            tensor([8.])
+        """
+        scaled = (outputs - targets.to(outputs)) / self._deviations(outputs)
+        return 0.5 * scaled.square().sum(1)

@@ -26,6 +26,7 @@ TableName: TypeAlias = Literal[
     "sampled-compression",
     "complexity",
     "pruning",
+    "training",
     "all",
 ]
 TABLES: tuple[str, ...] = tuple(name for name in get_args(TableName) if name != "all")
@@ -44,6 +45,14 @@ def reproduce(
     out: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="Folder to write the results into.")
     ] = Path("results"),
+    only: Annotated[
+        str | None,
+        typer.Option("--only", metavar="TEXT", help="Measure rows whose labels contain this."),
+    ] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option("--seconds", help="Time of each row, for the table training."),
+    ] = None,
     progress: options.Progress = None,
     as_json: options.Json = False,
 ) -> None:
@@ -59,7 +68,15 @@ def reproduce(
     done = []
     for name in TABLES if table == "all" else (table,):
         with redirect_stdout(sys.stderr):  # only the tables go to stdout
-            path = measure(name, out, quick=quick, data=data, progress=shows_progress(progress))
+            path = measure(
+                name,
+                out,
+                quick=quick,
+                data=data,
+                progress=shows_progress(progress),
+                only=only,
+                seconds=seconds,
+            )
         text = path.read_text(encoding="utf-8")
         done.append({"name": name, "file": path, "markdown": text})
         if not as_json:

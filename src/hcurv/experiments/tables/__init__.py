@@ -8,6 +8,7 @@ from hcurv.experiments.tables import (
     pruning,
     sampled_compression,
     sampling,
+    training,
 )
 from hcurv.experiments.tables.table import Table
 
@@ -23,5 +24,6 @@ TABLES: dict[str, Table] = {
         sampled_compression.TABLE,
         complexity.TABLE,
         pruning.TABLE,
+        training.TABLE,
     )
 }
