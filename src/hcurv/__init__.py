@@ -56,8 +56,8 @@ __all__ = [
     "losses",
     "nearest_neighbors",
     "num_samples_for",
-    "prune",
     "optim",
+    "prune",
     "sampling_error",
 ]
 
