@@ -30,6 +30,9 @@ __all__ = [
     "GaussNewton",
     "GaussNewtonStep",
     "HMatrix",
+    "Influence",
+    "InfluenceWarning",
+    "InfluentialPoints",
     "InsufficientMemoryError",
     "InverseError",
     "JacobianRows",
@@ -50,6 +53,7 @@ __all__ = [
     "compress",
     "eigsh",
     "gauss_newton_step",
+    "influence",
     "load",
     "losses",
     "nearest_neighbors",
@@ -59,6 +63,12 @@ __all__ = [
 
 if TYPE_CHECKING:
     from hcurv import baselines, losses
+    from hcurv.applications.influence import influence
+    from hcurv.applications.influence_scores import (
+        Influence,
+        InfluenceWarning,
+        InfluentialPoints,
+    )
     from hcurv.applications.newton_step import GaussNewtonStep, gauss_newton_step
     from hcurv.diagonal import Diagonal
     from hcurv.factorized import AccuracyWarning, Factorized, NotFactorizableError
@@ -94,6 +104,8 @@ else:  # hidden from type checkers, which would otherwise accept any name
         "baselines": (),
         "losses": (),
         "diagonal": ("Diagonal",),
+        "applications.influence": ("influence",),
+        "applications.influence_scores": ("Influence", "InfluenceWarning", "InfluentialPoints"),
         "applications.newton_step": ("GaussNewtonStep", "gauss_newton_step"),
         "factorized": ("AccuracyWarning", "Factorized", "NotFactorizableError"),
         "hierarchical": (
