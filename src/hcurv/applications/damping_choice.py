@@ -47,7 +47,7 @@ def solve_at_other_damping(
     The inverse at D is the preconditioner, or what preconditions it where it is iterative itself,
     so that the condition number is at most ``factor`` or its inverse, times that at D.
     """
-    damping = torch.as_tensor(factorized.damping).to(columns) * factor
+    damping = torch.as_tensor(factorized.damping, dtype=torch.float64).to(columns) * factor
     damping = damping.expand(columns.shape[0])[:, None]
     inner: Factorized = factorized
     if isinstance(factorized, IterativeFactorization):

@@ -40,9 +40,9 @@ __all__ = ["Influence", "InfluenceWarning", "InfluentialPoints", "Ingredients"]
 
 # So many queries are solved for at a time, if their vectors have no more floats than that.
 _PANEL_QUERIES, _PANEL_FLOATS = 256, 2**25
-# The dependence on the damping is measured on the first queries, by their scores at half and at twice
-# the damping. It is warned about below this rank correlation. Classifiers of digits have 0.85 to
-# 0.93 at dampings from 1e-2 to 1e-5 times the largest eigenvalue.
+# The dependence on the damping is measured on the first queries, by their scores at half and at
+# twice the damping. It is warned about below this rank correlation. Classifiers of digits have
+# 0.85 to 0.93 at dampings from 1e-2 to 1e-5 times the largest eigenvalue.
 _CHECKED_QUERIES, _FACTORS, _LEAST_CORRELATION = 4, (0.5, 2.0), 0.9
 
 
