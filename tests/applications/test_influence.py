@@ -77,7 +77,9 @@ def dense_scores(
     scale = 1.0
     if loss.reduction == "mean":
         scale = 1 / (targets.numel() if isinstance(loss, nn.MSELoss) else len(targets))
-    system = scale * matrix + torch.diag(torch.as_tensor(damping, dtype=torch.float64).expand(len(matrix)))
+    system = scale * matrix + torch.diag(
+        torch.as_tensor(damping, dtype=torch.float64).expand(len(matrix))
+    )
     training = point_gradients(model, whole, inputs, targets)
     asked = point_gradients(
         model, whole if measure is None else lambda o, t: measure(o, t).sum(), *queries
@@ -149,9 +151,7 @@ def test_measurements_other_than_the_loss() -> None:
         return outputs[:, 1]
 
     infl = hcurv.influence(model, loss, (inputs, targets), 0.1)
-    assert close(
-        infl.scores(queries, measure=margin), dense_scores(problem, 0.1, queries, margin)
-    )
+    assert close(infl.scores(queries, measure=margin), dense_scores(problem, 0.1, queries, margin))
     expected = dense_scores(problem, 0.1, queries, second)
     assert close(infl.scores(queries, measure=second), expected)
     assert close(infl.scores(queries[0], measure=second), expected)
@@ -396,7 +396,7 @@ def test_bad_arguments_are_refused_in_words() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             infl.scores(data, groups=groups)
-    with pytest.raises(TypeError, match="whole numbers; got torch.float32"):
+    with pytest.raises(TypeError, match=r"whole numbers; got torch\.float32"):
         infl.scores(data, groups=targets.float())
     with pytest.raises(ValueError, match="k must be"):
         infl.top(data, 31)

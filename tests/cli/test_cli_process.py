@@ -15,7 +15,17 @@ from torch import nn
 import hcurv
 from cases import normal, seeded
 
-COMMANDS = ("compress", "info", "solve", "eigs", "diagonal", "compare", "reproduce", "demo")
+COMMANDS = (
+    "compress",
+    "info",
+    "solve",
+    "eigs",
+    "diagonal",
+    "influence",
+    "compare",
+    "reproduce",
+    "demo",
+)
 
 
 def python(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
