@@ -38,6 +38,7 @@ __all__ = [
     "cifar10",
     "digits",
     "fashion_mnist",
+    "find_file",
     "mnist",
 ]
 
@@ -196,6 +197,25 @@ def _search_folders(directory: str | Path | None) -> Iterator[Path]:
             yield Path(named)
     yield from SYSTEM_FOLDERS
     yield cache_directory() / "data"
+
+
+def find_file(directory: str | Path | None, name: str) -> Path:
+    """Find a file by its path within a data folder.
+
+    Args:
+        directory: the folder to search first.
+        name: the path of the file within it.
+
+    Raises:
+        FileNotFoundError: no data folder has it.
+    """
+    for folder in _search_folders(directory):
+        if (folder / name).is_file():
+            return folder / name
+    raise FileNotFoundError(
+        f"{name} not found: put it into the folder that --data or the environment variable"
+        f" {DATA_VARIABLE} names"
+    )
 
 
 def _find(
