@@ -50,7 +50,10 @@ def influence(
         train_data: the training points with targets, as for `GaussNewton`.
         damping: D, positive: a number, a tensor (N,), or numbers by the names of parameters or
             layers. The right value is the weight decay of the training, if there was any: λ where
-            λ/2‖θ‖² was added to this loss. None takes a tenth of the mean diagonal entry of H.
+            λ/2‖θ‖² was added to this loss. If training with a mean loss stopped before it
+            converged, add 1/(learning rate · steps), with the learning rate divided by 1 - m for
+            momentum m: that is what stopping early amounts to. None takes a tenth of the mean
+            diagonal entry of H, which knows nothing of the training and is often too small.
         tolerance: relative error of solves.
         curvature: a matrix to take in place of the exact H, such as a `baselines.KFAC` of the same
             model: anything with ``factorize(damping)``.

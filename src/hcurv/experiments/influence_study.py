@@ -8,6 +8,7 @@ measurement, averaged over the queries.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -34,6 +35,8 @@ __all__ = [
     "train",
 ]
 
+_MOMENTUM = 0.9
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -58,6 +61,17 @@ class Recipe:
     num_epochs: int
     num_train: int
     num_test: int
+
+    @property
+    def damping(self) -> float:
+        """The weight decay, plus what stopping early amounts to: 1/(learning rate · steps).
+
+        Gradient descent for a time t = learning rate · steps has fitted a direction with the
+        eigenvalue μ to the share 1 - exp(-μt), a minimum with damping λ to the share μ/(μ + λ);
+        both grow alike for λ = 1/t. Momentum 0.9 makes the learning rate ten times as large.
+        """
+        num_steps = self.num_epochs * math.ceil(self.num_train / self.batch_size)
+        return self.weight_decay + (1 - _MOMENTUM) / (self.learning_rate * num_steps)
 
 
 RECIPES = {
@@ -153,7 +167,7 @@ def train(
     optimizer = torch.optim.SGD(
         [*weights, *biases],
         lr=recipe.learning_rate,
-        momentum=0.9,
+        momentum=_MOMENTUM,
         weight_decay=recipe.weight_decay,
     )
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
