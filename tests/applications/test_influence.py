@@ -275,6 +275,53 @@ def test_leaving_one_point_out_of_a_ridge_regression(num_points: int) -> None:
         assert torch.allclose(scores[:, i] / (1 - leverages[i]), change, rtol=1e-9)
 
 
+@pytest.mark.parametrize("removed", [[0], [3, 5, 6, 11], list(range(11)), []])
+def test_leaving_points_out_of_a_ridge_regression_is_exact(removed: list[int]) -> None:
+    inputs, targets, ridge = normal(12, 3), normal(12, 2, seed=7), 0.3
+
+    def fit(keep: Tensor) -> Tensor:
+        x, y = inputs[keep], targets[keep]
+        return torch.linalg.solve(x.T @ x + ridge * torch.eye(3).double(), x.T @ y)
+
+    everything = torch.arange(12)
+    weights = fit(everything)
+    model = nn.Linear(3, 2, bias=False).double()
+    with torch.no_grad():
+        model.weight.copy_(weights.T)
+    loss = hcurv.losses.HalfSquaredError(reduction="sum")
+    infl = hcurv.influence(model, loss, (inputs, targets), ridge, tolerance=1e-9)
+    query = normal(5, 3, seed=8)
+    found = infl.leave_out(removed, query, measure=lambda outputs, _: outputs[:, 1])
+    stays = torch.tensor([i for i in range(12) if i not in removed])
+    change = (query @ (fit(stays) - weights))[:, 1]
+    assert torch.allclose(found, change, rtol=1e-7, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("method", ["auto", "iterations"])
+def test_leaving_points_out_is_a_step_with_the_curvature_of_the_others(
+    name: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, loss, inputs, targets = PROBLEMS[name]()
+    original = hcurv.GaussNewton.factorize
+    monkeypatch.setattr(
+        hcurv.GaussNewton, "factorize", lambda *a, **k: original(*a, **k, method=method)
+    )
+    queries, damping = (inputs[:4] + 0.1, targets[:4]), 0.05
+    infl = hcurv.influence(model, loss, (inputs, targets), damping, tolerance=1e-8)
+    mask = torch.zeros(len(inputs), dtype=torch.bool)
+    mask[[1, 4, 7]] = True
+    whole = total_loss(loss)
+    scale = 1 / (targets.numel() if isinstance(loss, nn.MSELoss) else len(targets))
+    kept = targets[~mask]
+    matrix = oracles.gauss_newton(model, lambda outputs: whole(outputs, kept), inputs[~mask])
+    system = scale * matrix + damping * torch.eye(len(matrix)).double()
+    removed = scale * point_gradients(model, whole, inputs[mask], targets[mask]).sum(0)
+    expected = point_gradients(model, whole, *queries) @ torch.linalg.solve(system, removed)
+    assert close(infl.leave_out(mask, queries), expected, 1e-6)
+    assert close(infl.leave_out([1, 4, 7, 7], queries), expected, 1e-6)
+
+
 def test_default_damping_is_a_tenth_of_the_mean_diagonal() -> None:
     model, loss, inputs, targets = problem = classifier()
     matrix = oracles.gauss_newton(model, lambda outputs: loss(outputs, targets), inputs)
@@ -398,6 +445,10 @@ def test_bad_arguments_are_refused_in_words() -> None:
             infl.scores(data, groups=groups)
     with pytest.raises(TypeError, match=r"whole numbers; got torch\.float32"):
         infl.scores(data, groups=targets.float())
+    with pytest.raises(IndexError, match="30"):
+        infl.leave_out([30], data)
+    with pytest.raises(ValueError, match="at least one training point must stay"):
+        infl.leave_out(range(30), data)
     with pytest.raises(ValueError, match="k must be"):
         infl.top(data, 31)
     with pytest.raises(ValueError, match="num_samples must be"):

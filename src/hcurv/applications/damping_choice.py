@@ -1,4 +1,4 @@
-"""The damping of influence scores: a rule to choose it, and a test of whether it matters."""
+"""The damping of influence scores where none is given, and what compares the order of scores."""
 
 from __future__ import annotations
 
@@ -7,18 +7,13 @@ import torch
 from scipy.stats import rankdata
 from torch import Tensor
 
-from hcurv.factorized import Factorized
-from hcurv.inversion.iterative import IterativeFactorization
-from hcurv.linalg.block_conjugate_gradients import block_cg
 from hcurv.network.gauss_newton import GaussNewton
-from hcurv.operators import SymmetricOperator
 
-__all__ = ["choose_damping", "rank_correlations", "solve_at_other_damping"]
+__all__ = ["choose_damping", "rank_correlations"]
 
 # The share of the mean diagonal entry of H that is the damping, where none is given. It is that of
 # kronfluence and of Grosse et al. (2023), who take it of the eigenvalues of each layer.
 DAMPING_SHARE = 0.1
-_MAX_ITERATIONS = 1000
 
 
 def choose_damping(matrix: GaussNewton) -> float:
@@ -33,36 +28,6 @@ def choose_damping(matrix: GaussNewton) -> float:
             "the Gauss-Newton Hessian is zero, so that no damping can be chosen: pass damping="
         )
     return damping
-
-
-def solve_at_other_damping(
-    matrix: SymmetricOperator,
-    factorized: Factorized,
-    columns: Tensor,
-    factor: float,
-    tolerance: float,
-) -> Tensor:
-    """(A + factor·D)⁻¹ times columns (N, k), by conjugate gradients.
-
-    The inverse at D is the preconditioner, or what preconditions it where it is iterative itself,
-    so that the condition number is at most ``factor`` or its inverse, times that at D.
-    """
-    damping = torch.as_tensor(factorized.damping, dtype=torch.float64).to(columns) * factor
-    damping = damping.expand(columns.shape[0])[:, None]
-    inner: Factorized = factorized
-    if isinstance(factorized, IterativeFactorization):
-        inner = factorized.stand_in.factorized
-
-    def precondition(values: Tensor) -> Tensor:
-        return (inner @ values.to(inner.dtype)).to(values.dtype)
-
-    return block_cg(
-        lambda values: torch.addcmul(matrix @ values, values, damping),
-        columns,
-        precondition=precondition,
-        tolerance=tolerance,
-        max_iterations=_MAX_ITERATIONS,
-    ).solution
 
 
 def rank_correlations(first: Tensor, second: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +14,48 @@ from hcurv.losses import Loss
 from hcurv.network.batches import Batches, Data
 from hcurv.network.model_inputs import tensors_of
 
-__all__ = ["digest", "digest_of_data", "digest_of_model"]
+__all__ = ["Ingredients", "digest", "digest_of_data", "digest_of_model"]
+
+
+@dataclass(frozen=True)
+class Ingredients:
+    """What scores are made of.
+
+    Attributes:
+        model: the fingerprint of the model and the loss.
+        train_data: the training points.
+        tolerance: relative error of solves.
+    """
+
+    model: str
+    train_data: Data
+    tolerance: float
+
+    def describe(
+        self,
+        damping: float | Tensor,
+        curvature: object,
+        dtype: torch.dtype,
+        queries: Data,
+        measure: Callable[..., Tensor] | None,
+        members: Tensor | None,
+    ) -> dict[str, str]:
+        """What recognises the scores of some queries in a file."""
+        values = torch.as_tensor(damping, dtype=torch.float64)
+        which = "loss"
+        if measure is not None:
+            name = getattr(measure, "__qualname__", type(measure).__qualname__)
+            which = f"{getattr(measure, '__module__', '')}.{name}"
+        return {
+            "model": self.model,
+            "training data": digest_of_data(self.train_data, dtype),
+            "queries": digest_of_data(queries, dtype),
+            "measure": which,
+            "groups": "none" if members is None else digest(members),
+            "damping": digest(values) if values.ndim else repr(float(values)),
+            "tolerance": repr(self.tolerance),
+            "curvature": type(curvature).__name__,
+        }
 
 
 def digest(*parts: Tensor | str) -> str:

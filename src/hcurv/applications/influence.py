@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from hcurv.applications.damping_choice import choose_damping
-from hcurv.applications.fingerprints import digest_of_model
-from hcurv.applications.influence_scores import Influence, Ingredients
+from hcurv.applications.fingerprints import Ingredients, digest_of_model
+from hcurv.applications.influence_scores import Influence
 from hcurv.damping import DampingLike
 from hcurv.factorized import Factorized
 from hcurv.losses import Loss

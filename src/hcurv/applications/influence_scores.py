@@ -15,7 +15,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from os import PathLike
 from typing import Any
 
@@ -23,20 +22,19 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from hcurv.applications.damping_choice import (
-    rank_correlations,
-    solve_at_other_damping,
-)
-from hcurv.applications.fingerprints import digest, digest_of_data
+from hcurv.applications.damping_choice import rank_correlations
+from hcurv.applications.fingerprints import Ingredients
 from hcurv.applications.influence_measure import Measure, MeasureLoss, with_some_targets
+from hcurv.applications.nearby_systems import solve_at_other_damping, solve_without_points
+from hcurv.applications.point_groups import check_groups, group_sums
 from hcurv.applications.score_file import ScoreFile
 from hcurv.factorized import Factorized
-from hcurv.indexing import check_count, check_seed
+from hcurv.indexing import Index, check_count, check_seed, resolve_indices
 from hcurv.network.batches import Data
 from hcurv.network.gauss_newton import GaussNewton
 from hcurv.network.jacobian_rows import JacobianRows
 
-__all__ = ["Influence", "InfluenceWarning", "InfluentialPoints", "Ingredients"]
+__all__ = ["Influence", "InfluenceWarning", "InfluentialPoints"]
 
 # So many queries are solved for at a time, if their vectors have no more floats than that.
 _PANEL_QUERIES, _PANEL_FLOATS = 256, 2**25
@@ -72,15 +70,6 @@ class InfluentialPoints:
 
     points: Tensor
     scores: Tensor
-
-
-@dataclass(frozen=True)
-class Ingredients:
-    """What scores are made of, to recognise a file of theirs."""
-
-    model: str
-    train_data: Data
-    tolerance: float
 
 
 class Influence:
@@ -176,19 +165,23 @@ class Influence:
             torch.Size([5, 3])
         """
         rows = self._query_rows(queries, measure)
-        members = None if groups is None else self._check_groups(groups)
+        members = (
+            None if groups is None else check_groups(groups, self.num_points, self.matrix.device)
+        )
         width = self.num_points if members is None else int(members.max()) + 1
         shape = (rows.num_points, width)
         if path is None:
             result = torch.empty(shape, dtype=self.matrix.dtype, device=self.matrix.device)
             for points, values in self._panels(rows, None, progress):
-                result[points] = _summed(values, members, width)
+                result[points] = group_sums(values, members, width)
             return result
-        settings = self._settings(queries, measure, members)
+        settings = self._made_of.describe(
+            self.factorized.damping, self._curvature, self.matrix.dtype, queries, measure, members
+        )
         file = ScoreFile(path, settings, shape, self.matrix.dtype)
         if not file.is_complete:
             for points, values in self._panels(rows, file.known, progress):
-                file.write(points, _summed(values, members, width))
+                file.write(points, group_sums(values, members, width))
         return file.finish()
 
     def top(
@@ -259,6 +252,48 @@ class Influence:
                 total += (self._gradients @ weights.T.contiguous()).double().square().sum(1)
                 bar.update(count)
         return (self.matrix.loss_scale / num_samples * total).to(self.matrix.dtype)
+
+    def leave_out(self, points: Index, queries: Data, *, measure: Measure | None = None) -> Tensor:
+        """Predict what leaving out all of these training points together would change, (m,).
+
+        Sums of scores are of first order: they take the curvature of all points, also of those that
+        are left out. This takes the curvature H₋ of the points that stay, which is one Gauss-Newton
+        step of training without the others: ∇m_qᵀ (H₋ + D)⁻¹ w Σ_i ∇f_i. It is exact for linear
+        models with a squared error and weight decay, and costs one solve for each set of points.
+
+        Args:
+            points: the positions of the points to leave out in the training data: integers, a
+                slice, or a mask (n,).
+            queries: as for `scores`.
+            measure: as for `scores`.
+
+        Raises:
+            IndexError: there is no such point.
+            ValueError: no point would stay.
+
+        Examples:
+            >>> infl = hcurv.influence(model, loss, (inputs, targets), damping=0.1)
+            >>> queries = (inputs[:5], targets[:5])
+            >>> helpful = infl.top(queries, k=3)
+            >>> together = infl.leave_out(helpful.points[0], queries)
+            >>> bool(together[0] > helpful.scores[0].sum())
+            True
+        """
+        matrix = self.matrix
+        index = resolve_indices(points, self.num_points, matrix.device, "points").unique()
+        if len(index) == self.num_points:
+            raise ValueError("at least one training point must stay")
+        rows = self._query_rows(queries, measure)
+        chosen = torch.zeros(self.num_points, 1, dtype=matrix.dtype, device=matrix.device)
+        chosen[index] = matrix.loss_scale
+        with torch.no_grad():
+            if not len(index):
+                return chosen.new_zeros(rows.num_points)
+            column = self._gradients.T @ chosen
+            step = solve_without_points(
+                matrix, self.factorized, column, index, self._made_of.tolerance
+            )
+            return (rows @ step).squeeze(1)
 
     def damping_sensitivity(
         self, queries: Data, *, measure: Measure | None = None, factors: Sequence[float] = _FACTORS
@@ -352,48 +387,3 @@ class Influence:
             InfluenceWarning,
             stacklevel=4,
         )
-
-    def _check_groups(self, groups: Tensor | Sequence[int]) -> Tensor:
-        """Groups as a tensor of numbers that are not negative, one for each training point."""
-        members = torch.as_tensor(groups)
-        if members.is_floating_point() or members.is_complex() or members.dtype == torch.bool:
-            raise TypeError(f"groups must be whole numbers; got {members.dtype}")
-        if members.shape != (self.num_points,):
-            raise ValueError(
-                f"groups must have one number for each of {self.num_points} training points;"
-                f" got shape {tuple(members.shape)}"
-            )
-        if int(members.min()) < 0:
-            raise ValueError(f"groups must not be negative; got {int(members.min())}")
-        return members.to(self.matrix.device, torch.long)
-
-    @cached_property
-    def _train_digest(self) -> str:
-        return digest_of_data(self._made_of.train_data, self.matrix.dtype)
-
-    def _settings(
-        self, queries: Data, measure: Measure | None, members: Tensor | None
-    ) -> dict[str, str]:
-        """What the scores are made of, to recognise them in a file."""
-        damping = torch.as_tensor(self.damping, dtype=torch.float64)
-        which = "loss"
-        if measure is not None:
-            name = getattr(measure, "__qualname__", type(measure).__qualname__)
-            which = f"{getattr(measure, '__module__', '')}.{name}"
-        return {
-            "model": self._made_of.model,
-            "training data": self._train_digest,
-            "queries": digest_of_data(queries, self.matrix.dtype),
-            "measure": which,
-            "groups": "none" if members is None else digest(members),
-            "damping": digest(damping) if damping.ndim else repr(float(damping)),
-            "tolerance": repr(self._made_of.tolerance),
-            "curvature": type(self._curvature).__name__,
-        }
-
-
-def _summed(values: Tensor, members: Tensor | None, width: int) -> Tensor:
-    """Scores (b, n), or their sums over groups (b, width)."""
-    if members is None:
-        return values
-    return values.new_zeros(len(values), width).index_add_(1, members, values)
