@@ -79,7 +79,7 @@ RECIPES = {
     "MNIST 784-128-64-10": Recipe("mnist", (784, 128, 64, 10), 0.01, 0.0, 64, 50, 5000, 100),
     # The same, trained to a minimum that weight decay defines.
     "MNIST 784-128-64-10, weight decay": Recipe(
-        "mnist", (784, 128, 64, 10), 0.05, 3e-3, 64, 50, 5000, 100
+        "mnist", (784, 128, 64, 10), 0.05, 3e-3, 64, 30, 5000, 100
     ),
     "concrete 8-128-128-128-1": Recipe(
         "concrete", (8, 128, 128, 128, 1), 0.03, 1e-3, 32, 60, 926, 103
