@@ -25,7 +25,7 @@ def influence(
     train_data: Data,
     damping: DampingLike | None = None,
     *,
-    tolerance: float = 1e-2,
+    tolerance: float = 3e-3,
     curvature: Any = None,
     check_damping: bool = True,
     forward_fn: ForwardFunction | None = None,
@@ -54,7 +54,8 @@ def influence(
             converged, add 1/(learning rate · steps), with the learning rate divided by 1 - m for
             momentum m: that is what stopping early amounts to. None takes a tenth of the mean
             diagonal entry of H, which knows nothing of the training and is often too small.
-        tolerance: relative error of solves.
+        tolerance: relative error of solves. With 1e-2, rank correlations with exact scores were
+            0.998 (`hcurv reproduce influence`), so that the default is smaller.
         curvature: a matrix to take in place of the exact H, such as a `baselines.KFAC` of the same
             model: anything with ``factorize(damping)``.
         check_damping: measure, on the first queries, whether scores depend on the damping.

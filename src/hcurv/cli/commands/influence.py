@@ -65,7 +65,7 @@ def influence(
             show_default=False,
         ),
     ] = None,
-    tolerance: Annotated[float, typer.Option(help="Relative error of solves.")] = 1e-2,
+    tolerance: Annotated[float, typer.Option(help="Relative error of solves.")] = 3e-3,
     top: Annotated[
         int, typer.Option(min=1, help="Show so many helpful and harmful points of each query.")
     ] = 5,
