@@ -26,9 +26,17 @@ from hcurv.experiments.influence_study import (
     read_split,
     train,
 )
-from hcurv.experiments.tables.table import Measured, Rendered, Settings, Table, Values
+from hcurv.experiments.tables.table import (
+    Measured,
+    Rendered,
+    Settings,
+    Table,
+    Values,
+    add_legend,
+)
 from hcurv.linalg import cg
 from hcurv.network.gauss_newton import GaussNewton
+from hcurv.report.looks import Look, look_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,6 +49,13 @@ _PUBLISHED = {"CG": 0.26, "LiSSA": 0.14, "Arnoldi": 0.09, "TRAK-1": 0.11}
 # Networks are trained this many at a time.
 _SIDE_BY_SIDE = 25
 _OURS = "hcurv.influence"
+_LOOKS = {
+    _OURS: "hierarchical",
+    "CG, 10 ": "K-FAC block-diagonal",
+    "CG": "K-FAC block-tridiagonal",
+    "LiSSA": "blocks per unit",
+    "gradients": "diagonal",
+}
 # Networks that are trained again start from initial weights of their own, with seeds from this one
 # on, or from the same ones, with the seed 0. The first is what a user sees who trains again.
 _STARTS = {"other": 1000, "same": 0}
@@ -305,17 +320,24 @@ def render(measured: Measured) -> Rendered:
     return Rendered(header, lines)
 
 
+def _look(method: str) -> Look:
+    """How a method is drawn; those that no other figure has take looks of methods not shown."""
+    if method == _OURS:
+        return look_of("H.factorize")
+    for start, other in _LOOKS.items():
+        if method.startswith(start):
+            return look_of(other)
+    return look_of(method)
+
+
 def draw(figure: Figure, measured: Measured) -> None:
     """Draw the linear datamodelling score against the time, one panel for each problem."""
-    from hcurv.report.looks import look_of
-
     studies = [(s, v) for s, v in measured if s["kind"] == "scores" and s["num_halves"]]
     for axes, (settings, values) in zip(
         figure.subplots(len(studies), 1, squeeze=False)[:, 0], studies, strict=True
     ):
         for method, found in values["methods"].items():
-            look = look_of("H.factorize" if method == _OURS else method)
-            options = {**look.options(), "linestyle": "none"}
+            options = {**_look(method).options(), "linestyle": "none"}
             point = (found["seconds"], found["lds_other"])
             axes.errorbar(*point, found["lds_other_error"], label=method, **options)
         for value in values["published"].values():
@@ -324,8 +346,7 @@ def draw(figure: Figure, measured: Measured) -> None:
         axes.set_title(settings["problem"], fontsize=9)
         axes.set_ylabel("LDS")
     figure.axes[-1].set_xlabel("seconds")
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    add_legend(figure)
 
 
 TABLE = Table(
