@@ -26,8 +26,10 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from torch import Tensor, nn
 
 import hcurv
+from hcurv.experiments.datasets import digits
 from hcurv.experiments.reference_networks import REFERENCE_NETWORKS, train
 from hcurv.hierarchical.matrix.plots import draw_ranks, draw_structure
+from hcurv.report.influential_images import draw_influential_images
 from hcurv.report.looks import BLACK, BLUE, GRAY, GREEN, RED, SKY, look_of
 
 WIDTH = 4.6  # inches: at 390 pixels a letter of 10 points is then still 11 pixels high
@@ -54,6 +56,7 @@ def main(names: list[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     pictures: dict[str, Callable[[], Figure]] = {
         "uncertainty.svg": draw_uncertainty,
+        "influence.png": draw_influence,
         "damping.svg": draw_damping,
         "orders.png": draw_orders,
         "sampling.svg": draw_sampling,
@@ -161,6 +164,30 @@ def draw_uncertainty() -> Figure:
     bottom.set(xlabel="input", ylabel="standard deviation", xlim=(-4.5, 4.5))
     add_legend(figure, bottom, 3)
     return figure
+
+
+def draw_influence() -> Figure:
+    """Test images of digits, and the training images that help and harm them most."""
+    images, labels = digits()
+    training, asked = (images[:1300], labels[:1300]), (images[1300:1305], labels[1300:1305])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 10), nn.Tanh(), nn.Linear(10, 10))
+    loss, decay = nn.CrossEntropyLoss(), 3e-3
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=300, line_search_fn="strong_wolfe")
+
+    def objective() -> Tensor:
+        optimizer.zero_grad()
+        weights = nn.utils.parameters_to_vector(model.parameters())
+        value: Tensor = loss(model(training[0]), training[1]) + decay / 2 * weights.square().sum()
+        value.backward()
+        return value
+
+    optimizer.step(objective)
+    infl = hcurv.influence(model, loss, training, decay)
+    sides = (infl.top(asked, 3, harmful=harmful) for harmful in (False, True))
+    found = [(side.points, side.scores) for side in sides]
+    return draw_influential_images(asked, training, found[0], found[1])
 
 
 def draw_damping() -> Figure:

@@ -30,6 +30,9 @@ __all__ = [
     "GaussNewton",
     "GaussNewtonStep",
     "HMatrix",
+    "Influence",
+    "InfluenceWarning",
+    "InfluentialPoints",
     "InsufficientMemoryError",
     "InverseError",
     "JacobianRows",
@@ -52,6 +55,7 @@ __all__ = [
     "compress",
     "eigsh",
     "gauss_newton_step",
+    "influence",
     "load",
     "losses",
     "nearest_neighbors",
@@ -63,6 +67,13 @@ __all__ = [
 
 if TYPE_CHECKING:
     from hcurv import baselines, losses, optim
+    from hcurv import baselines, losses
+    from hcurv.applications.influence import influence
+    from hcurv.applications.influence_scores import (
+        Influence,
+        InfluenceWarning,
+        InfluentialPoints,
+    )
     from hcurv.applications.newton_step import GaussNewtonStep, gauss_newton_step
     from hcurv.applications.pruning import Pruning, PruningStep, prune
     from hcurv.diagonal import Diagonal
@@ -100,6 +111,8 @@ else:  # hidden from type checkers, which would otherwise accept any name
         "losses": (),
         "optim": (),
         "diagonal": ("Diagonal",),
+        "applications.influence": ("influence",),
+        "applications.influence_scores": ("Influence", "InfluenceWarning", "InfluentialPoints"),
         "applications.newton_step": ("GaussNewtonStep", "gauss_newton_step"),
         "applications.pruning": ("Pruning", "PruningStep", "prune"),
         "factorized": ("AccuracyWarning", "Factorized", "NotFactorizableError"),

@@ -23,6 +23,8 @@ COMMANDS = (
     "diagonal",
     "compare",
     "prune",
+    "influence",
+    "compare",
     "reproduce",
     "demo",
 )

@@ -15,6 +15,8 @@ from hcurv.cli.commands import (
     eigs,
     info,
     prune,
+    influence,
+    info,
     reproduce,
     solve,
 )
@@ -60,6 +62,7 @@ app.command(epilog=examples(*info.EXAMPLES))(info.info)
 app.command(epilog=examples(*solve.EXAMPLES))(solve.solve)
 app.command(epilog=examples(*eigs.EXAMPLES))(eigs.eigs)
 app.command(epilog=examples(*diagonal.EXAMPLES))(diagonal.diagonal)
+app.command(epilog=examples(*influence.EXAMPLES))(influence.influence)
 app.command(epilog=examples(*compare.EXAMPLES))(compare.compare)
 app.command(epilog=examples(*prune.EXAMPLES))(prune.prune)
 app.command(epilog=examples(*reproduce.EXAMPLES))(reproduce.reproduce)

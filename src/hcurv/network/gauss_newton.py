@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -117,6 +118,19 @@ class GaussNewton(FactoredMatrix):
     def network(self) -> Network | None:
         """The model as a chain of Linear layers, a snapshot; None if it is none."""
         return self._problem.network
+
+    @property
+    def loss_scale(self) -> float:
+        """The number by which the loss multiplies the sum of the points' own losses.
+
+        It is 1 for the reduction "sum", and 1/n for the mean of one loss for each of n points.
+        """
+        return self._problem.scale
+
+    @property
+    def point_shape(self) -> tuple[int, ...]:
+        """The shape of the outputs of one point."""
+        return self._problem.point_shape
 
     def memory_plan(self) -> MemoryPlan:
         """What is stored for each parameter, and in which form; it prints as a table.
@@ -292,7 +306,9 @@ class GaussNewton(FactoredMatrix):
         """
         return jacobian_rows(self._problem, inputs, self._workspace)
 
-    def point_gradients(self, inputs: Data, targets: Tensor | None = None) -> JacobianRows:
+    def point_gradients(
+        self, inputs: Data, targets: Tensor | None = None, *, loss: Loss | None = None
+    ) -> JacobianRows:
         """The gradient of each point's own loss, as an operator (n, N) that is never formed.
 
         The loss of a point is not divided by anything, whatever its reduction is: for "sum", the
@@ -301,6 +317,8 @@ class GaussNewton(FactoredMatrix):
         Args:
             inputs: inputs of n points; or a tuple (inputs, targets) or an iterable of batches.
             targets: the targets of these points, if they are not part of ``inputs``.
+            loss: another function of the outputs, whose `Loss.gradient` is used; that of the
+                matrix if None.
 
         Raises:
             ValueError: there are no targets, or they do not fit.
@@ -311,7 +329,8 @@ class GaussNewton(FactoredMatrix):
             ((20, 51), True)
         """
         data = inputs if targets is None else (inputs, targets)
-        return gradient_rows(self._problem, data, self._workspace)  # type: ignore[arg-type]
+        problem = self._problem if loss is None else replace(self._problem, loss=loss)
+        return gradient_rows(problem, data, self._workspace)  # type: ignore[arg-type]
 
     def gradient(self, targets: Tensor | None = None) -> Tensor:
         """Compute the flat gradient of the loss, with its reduction, over the data, (N,).

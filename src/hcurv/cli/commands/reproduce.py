@@ -27,6 +27,7 @@ TableName: TypeAlias = Literal[
     "complexity",
     "pruning",
     "training",
+    "influence",
     "all",
 ]
 TABLES: tuple[str, ...] = tuple(name for name in get_args(TableName) if name != "all")

@@ -4,6 +4,7 @@ from hcurv.experiments.tables import (
     comparison,
     complexity,
     cost_accuracy,
+    influence,
     memory,
     pruning,
     sampled_compression,
@@ -25,5 +26,6 @@ TABLES: dict[str, Table] = {
         complexity.TABLE,
         pruning.TABLE,
         training.TABLE,
+        influence.TABLE,
     )
 }
