@@ -33,15 +33,19 @@ __all__ = [
     "InsufficientMemoryError",
     "InverseError",
     "JacobianRows",
+    "LaplacePosterior",
     "NearFieldWarning",
     "NotFactorizableError",
     "NotPositiveDefiniteError",
     "ParameterLayout",
     "Plan",
+    "Prediction",
     "SampledEntries",
     "SamplingError",
+    "Score",
     "SymmetricOperator",
     "TangentKernel",
+    "Tuning",
     "UnsupportedModelError",
     "baselines",
     "certify",
@@ -50,6 +54,7 @@ __all__ = [
     "compress",
     "eigsh",
     "gauss_newton_step",
+    "laplace",
     "load",
     "losses",
     "nearest_neighbors",
@@ -59,6 +64,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from hcurv import baselines, losses
+    from hcurv.applications.laplace import LaplacePosterior, Prediction, Score, Tuning, laplace
     from hcurv.applications.newton_step import GaussNewtonStep, gauss_newton_step
     from hcurv.diagonal import Diagonal
     from hcurv.factorized import AccuracyWarning, Factorized, NotFactorizableError
@@ -94,6 +100,7 @@ else:  # hidden from type checkers, which would otherwise accept any name
         "baselines": (),
         "losses": (),
         "diagonal": ("Diagonal",),
+        "applications.laplace": ("LaplacePosterior", "Prediction", "Score", "Tuning", "laplace"),
         "applications.newton_step": ("GaussNewtonStep", "gauss_newton_step"),
         "factorized": ("AccuracyWarning", "Factorized", "NotFactorizableError"),
         "hierarchical": (
