@@ -77,7 +77,7 @@ def test_foreign_and_damaged_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(hcurv.FileFormatError, match="damaged"):
         hcurv.LaplacePosterior.load(path, model, LOSS, data)
     save_file({"weights": torch.zeros(3)}, path)
-    with pytest.raises(hcurv.FileFormatError, match="no posterior"):
+    with pytest.raises(hcurv.FileFormatError, match="nothing of hcurv"):
         hcurv.LaplacePosterior.load(path, model, LOSS, data)
     with pytest.raises(FileNotFoundError):
         hcurv.LaplacePosterior.load(tmp_path / "nothing", model, LOSS, data)

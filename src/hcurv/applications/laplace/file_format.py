@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
-import zlib
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from hcurv.damping import DampingLike
-from hcurv.files import check_target, write_atomically
-from hcurv.hierarchical import FileFormatError
+from hcurv.hierarchical.matrix.file_format import read_tensors, write_tensors
 from hcurv.losses import Loss
 from hcurv.network.batches import Data
 from hcurv.network.model.snapshot import ForwardFunction
@@ -24,30 +21,18 @@ if TYPE_CHECKING:
 
 __all__ = ["read_posterior", "write_posterior"]
 
-_FORMAT, _VERSION = "hcurv-laplace", 1
+_FORMAT = "hcurv-laplace"
 # Log-likelihoods of the same data differ by rounding alone, this much at most.
 _SAME = 1e-4
 
 
-def _safetensors() -> Any:
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError(
-            "files need the package safetensors: pip install 'hcurv[files]'"
-        ) from error
-    return safetensors.torch
-
-
 def write_posterior(posterior: LaplacePosterior, path: str | PathLike[str]) -> None:
     """See `LaplacePosterior.save`."""
-    library = _safetensors()
-    target = check_target(path)
     prior = posterior.prior_precision
-    tensors = {"weights": posterior.weights.detach().cpu().contiguous()}
+    tensors = {"weights": posterior.weights}
     named: dict[str, float] | float | None = None
     if isinstance(prior, Tensor):
-        tensors["prior"] = prior.detach().double().cpu().contiguous()
+        tensors["prior"] = prior.double()
     else:
         named = dict(prior) if not isinstance(prior, float | int) else float(prior)  # type: ignore[arg-type]
         if isinstance(named, dict):
@@ -63,49 +48,7 @@ def write_posterior(posterior: LaplacePosterior, path: str | PathLike[str]) -> N
         "log_likelihood": float(fit.log_likelihood(torch.tensor(posterior._noise).double())),
         "parameters": {name: list(shape) for name, shape in posterior.layout.shapes.items()},
     }
-    text = json.dumps(description)
-    checksum = zlib.crc32(text.encode())
-    for name in sorted(tensors):
-        checksum = zlib.crc32(tensors[name].numpy().tobytes(), checksum)
-    metadata = {
-        "format": _FORMAT,
-        "version": str(_VERSION),
-        "description": text,
-        "checksum": str(checksum),
-    }
-    write_atomically(target, lambda name: library.save_file(tensors, name, metadata))
-
-
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The description and the tensors of a file, checked."""
-    library = _safetensors()
-    from safetensors import SafetensorError, safe_open
-
-    if not path.is_file():
-        raise FileNotFoundError(f"no such file: {path}")
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-        if metadata.get("format") != _FORMAT:
-            raise FileFormatError(f"{path} holds no posterior of hcurv.laplace")
-        if metadata.get("version") != str(_VERSION):
-            raise FileFormatError(
-                f"{path} has version {metadata.get('version')} of the format, this hcurv reads"
-                f" {_VERSION}"
-            )
-        tensors: dict[str, Tensor] = library.load_file(path)
-    except SafetensorError as error:
-        raise FileFormatError(
-            f"{path} is truncated or no safetensors file ({error}); write it again"
-        ) from error
-    text = metadata.get("description", "")
-    checksum = zlib.crc32(text.encode())
-    for name in sorted(tensors):
-        checksum = zlib.crc32(tensors[name].numpy().tobytes(), checksum)
-    if str(checksum) != metadata.get("checksum"):
-        raise FileFormatError(f"{path} is damaged: checksums do not match; write it again")
-    description: dict[str, Any] = json.loads(text)
-    return description, tensors
+    write_tensors(path, _FORMAT, tensors, description)
 
 
 def read_posterior(
@@ -120,7 +63,7 @@ def read_posterior(
     from hcurv.applications.laplace.approximate import laplace
 
     path = Path(path)
-    description, tensors = _read(path)
+    _, description, tensors = read_tensors(path, (_FORMAT,))
     _check_weights(path, model, description["parameters"], tensors["weights"])
     prior: DampingLike = description["prior"] if "prior" not in tensors else tensors["prior"]
     noisy = description["likelihood"] == "gaussian"
