@@ -7,7 +7,17 @@ from typing import Annotated
 import typer
 
 import hcurv
-from hcurv.cli.commands import compare, compress, demo, diagonal, eigs, info, reproduce, solve
+from hcurv.cli.commands import (
+    compare,
+    compress,
+    demo,
+    diagonal,
+    eigs,
+    info,
+    laplace,
+    reproduce,
+    solve,
+)
 from hcurv.cli.errors import Commands
 from hcurv.cli.options import examples
 
@@ -50,6 +60,7 @@ app.command(epilog=examples(*info.EXAMPLES))(info.info)
 app.command(epilog=examples(*solve.EXAMPLES))(solve.solve)
 app.command(epilog=examples(*eigs.EXAMPLES))(eigs.eigs)
 app.command(epilog=examples(*diagonal.EXAMPLES))(diagonal.diagonal)
+app.command(epilog=examples(*laplace.EXAMPLES))(laplace.laplace)
 app.command(epilog=examples(*compare.EXAMPLES))(compare.compare)
 app.command(epilog=examples(*reproduce.EXAMPLES))(reproduce.reproduce)
 app.command(epilog=examples(*demo.EXAMPLES))(demo.demo)
