@@ -167,7 +167,7 @@ def _plain(value: Any) -> Any:
 
 def _markdown(table: Table, stem: str, quick: bool, rows: list[dict[str, Any]]) -> str:
     rendered = table.render([(row["settings"], row["values"]) for row in rows])
-    lines = [f"## Table {table.number}: {table.title}", ""]
+    lines = [f"## {table.heading}", ""]
     if quick:
         lines += ["A quick run on small networks: not the paper's.", ""]
     lines += ["| " + " | ".join(rendered.header) + " |", "|" + "---|" * len(rendered.header)]
@@ -197,5 +197,5 @@ def _draw(path: Path, table: Table, rows: list[dict[str, Any]]) -> None:
     # Narrow, so that its text can be read on a phone.
     figure = Figure(figsize=(4.8, 5.2), layout="constrained")
     table.draw(figure, [(row["settings"], row["values"]) for row in rows])
-    figure.suptitle(fill(f"Table {table.number}: {table.title}", 50), fontsize=11)
+    figure.suptitle(fill(table.heading, 50), fontsize=11)
     write_atomically(path, lambda name: figure.savefig(name, dpi=180, format="png"))

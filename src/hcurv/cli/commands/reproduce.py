@@ -25,6 +25,7 @@ TableName: TypeAlias = Literal[
     "sampling",
     "sampled-compression",
     "complexity",
+    "laplace",
     "all",
 ]
 TABLES: tuple[str, ...] = tuple(name for name in get_args(TableName) if name != "all")

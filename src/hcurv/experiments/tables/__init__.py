@@ -4,6 +4,7 @@ from hcurv.experiments.tables import (
     comparison,
     complexity,
     cost_accuracy,
+    laplace,
     memory,
     sampled_compression,
     sampling,
@@ -21,5 +22,6 @@ TABLES: dict[str, Table] = {
         sampling.TABLE,
         sampled_compression.TABLE,
         complexity.TABLE,
+        laplace.TABLE,
     )
 }

@@ -46,11 +46,11 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Table:
-    """One table of the paper, to be measured again.
+    """One table of the paper, or of a use of the matrix, to be measured again.
 
     Attributes:
         name: the name of the table on the command line.
-        number: its number in the paper.
+        number: its number in the paper; None for a table that the paper does not have.
         title: its title, in one line.
         notes: what is measured, and how that may differ from the paper.
         rows: returns the settings of each row by its label, for the full or for the quick run.
@@ -60,13 +60,18 @@ class Table:
     """
 
     name: str
-    number: int
+    number: int | None
     title: str
     notes: str
     rows: Callable[[bool], dict[str, Settings]]
     measure: Callable[[Settings, str | None], Values]
     render: Callable[[Measured], Rendered]
     draw: Callable[[Figure, Measured], None]
+
+    @property
+    def heading(self) -> str:
+        """The title, with the number that it has in the paper."""
+        return self.title if self.number is None else f"Table {self.number}: {self.title}"
 
 
 def reference_problem(settings: Settings, data: str | None) -> TrainedNetwork:
