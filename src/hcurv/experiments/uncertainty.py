@@ -370,10 +370,12 @@ def laplace_torch(
         mean = torch.cat([part[0] for part in parts]).detach()
         own = torch.cat([part[1].diagonal(dim1=1, dim2=2) for part in parts]).detach()
         prediction = Prediction(mean, own, None, mean, own + float(noise or 0) ** 2)
+    values = measures(task, prediction, None)
+    if task.outside is not None:
+        values["auroc"] = None  # Outsiders were not predicted.
     return {
-        **measures(task, prediction, None),
+        **values,
         "evidence": evidence,
         "fit_seconds": fitted,
         "predict_seconds": seconds,
-        "auroc": None,
     }
