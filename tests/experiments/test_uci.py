@@ -45,9 +45,7 @@ def test_splits_are_standardised_by_their_training_points(folder: Path) -> None:
     assert split_uci("glass", folder).num_outputs == 4
 
 
-def test_missing_files_and_names_are_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_files_and_names_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HCURV_DATA", raising=False)
     with pytest.raises(ValueError, match="no data set 'iris'"):
         uci("iris", folder)
