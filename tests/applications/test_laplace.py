@@ -201,6 +201,17 @@ def test_fewer_root_rows_than_parameters_have_the_spectrum_of_the_kernel() -> No
     torch.testing.assert_close(post.log_marginal_likelihood(), truth.evidence)
 
 
+def test_tuning_without_a_spectrum_finds_the_same_prior(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs, targets = small_model(1), normal(40, 4), normal(40, 1, seed=3)
+    data = (inputs, targets)
+    known = hcurv.laplace(model, nn.MSELoss(), data).tune()
+    for limit in ("_SMALL_SPECTRUM", "_LARGE_SPECTRUM"):
+        monkeypatch.setattr(f"hcurv.applications.laplace.curvature.{limit}", 0)
+    found = hcurv.laplace(model, nn.MSELoss(), data).tune()
+    assert math.isclose(found.noise, known.noise, rel_tol=1e-4)
+    assert math.isclose(found.prior_precision, known.prior_precision, rel_tol=1e-3)
+
+
 def test_noise_is_the_root_mean_square_of_residuals_unless_given() -> None:
     model, inputs, targets = small_model(2), normal(20, 4), normal(20, 2, seed=3)
     data = (inputs, targets)
@@ -460,6 +471,10 @@ BAD = {
     "inputs of another width": (
         lambda m, x, y: hcurv.laplace(m, CROSS_ENTROPY, (x, y)).predict(x[:, :2]),
         "cannot read these inputs",
+    ),
+    "no points": (
+        lambda m, x, y: hcurv.laplace(m, CROSS_ENTROPY, (x, y)).predict(x[:0]),
+        "inputs are empty",
     ),
     "score without targets": (
         lambda m, x, y: hcurv.laplace(m, CROSS_ENTROPY, (x, y)).score(x),
