@@ -24,7 +24,7 @@ from hcurv.network.gauss_newton import GaussNewton
 from hcurv.network.model.snapshot import ForwardFunction, check_parameters
 from hcurv.network.model_inputs import map_inputs
 
-__all__ = ["Curvature", "Structure", "check_structure", "scaled"]
+__all__ = ["Curvature", "Structure", "check_structure", "checked_prior"]
 
 Structure: TypeAlias = Literal["exact", "kfac", "ekfac", "diagonal"]
 # The spectrum of H is computed for a matrix (of parameters or of points) up to this size: always,
@@ -39,6 +39,26 @@ def check_structure(structure: str) -> None:
     if structure not in get_args(Structure):
         known = ", ".join(f'"{name}"' for name in get_args(Structure))
         raise ValueError(f"structure must be one of {known}; got {structure!r}")
+
+
+def checked_prior(prior: DampingLike, layout: ParameterLayout) -> DampingLike:
+    """A prior precision as numbers, or as a tensor, without gradients.
+
+    Raises:
+        TypeError, ValueError: it does not fit the parameters, or is not positive.
+    """
+    try:
+        resolved = as_damping(prior, layout.size, layout)
+        resolved.require_positive()
+    except (TypeError, ValueError) as error:
+        message = str(error).replace("damping", "prior_precision")
+        raise type(error)(message) from None
+    if resolved.is_number:
+        return resolved.number
+    if isinstance(prior, Tensor):
+        return prior.detach().clone()
+    assert isinstance(prior, Mapping)
+    return {name: float(torch.as_tensor(value).detach()) for name, value in prior.items()}
 
 
 def scaled(prior: DampingLike, factor: float | Tensor) -> DampingLike:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from os import PathLike
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from hcurv.applications.laplace.curvature import Curvature
+from hcurv.applications.laplace.curvature import Curvature, checked_prior
 from hcurv.applications.laplace.likelihood import DataFit, Likelihood, check_noise
-from hcurv.applications.laplace.predictive import METHODS, Method, Prediction, probabilities
+from hcurv.applications.laplace.predictive import (
+    METHODS,
+    Method,
+    Prediction,
+    outputs_with,
+    probabilities,
+)
 from hcurv.applications.laplace.scores import Score, score
 from hcurv.applications.laplace.tuning import Grouping, Tuning, maximise
 from hcurv.damping import DampingLike, as_damping
@@ -64,25 +69,11 @@ class LaplacePosterior:
         self.weights: Tensor = self.layout.flatten(named).clone()
         self.structure = curvature.structure
         self.tuning: Tuning | None = None
-        self._set(self._checked_prior(prior_precision), noise)
+        self._set(checked_prior(prior_precision, self.layout), noise)
 
     def _set(self, prior: DampingLike, noise: float) -> None:
         self._prior, self._noise = prior, noise
         self._factorized: Factorized | None = None
-
-    def _checked_prior(self, prior: DampingLike) -> DampingLike:
-        try:
-            resolved = as_damping(prior, self.layout.size, self.layout)
-            resolved.require_positive()
-        except (TypeError, ValueError) as error:
-            message = str(error).replace("damping", "prior_precision")
-            raise type(error)(message) from None
-        if resolved.is_number:
-            return resolved.number
-        if isinstance(prior, Tensor):
-            return prior.detach().clone()
-        assert isinstance(prior, Mapping)
-        return {name: float(torch.as_tensor(value).detach()) for name, value in prior.items()}
 
     def __repr__(self) -> str:
         """Size, structure, prior and likelihood in one line."""
@@ -256,17 +247,10 @@ class LaplacePosterior:
                 moved = jacobian @ changes.T.contiguous()
                 return outputs + moved.T.reshape(num, *outputs.shape)
             batches = [some for some, _ in self._batches(inputs)]
-            return torch.stack([self._outputs_at(change, batches) for change in changes])
-
-    def _outputs_at(self, change: Tensor, batches: list[Inputs]) -> Tensor:
-        """The outputs of the network itself with other weights."""
-        weights = self.layout.unflatten(self.weights + change)
-        module = self._snapshot.module
-
-        def moved(*args: Any, **kwargs: Any) -> Tensor:
-            return torch.func.functional_call(module, weights, args, kwargs)  # type: ignore[no-any-return]
-
-        return torch.cat([self._snapshot.outputs(some, moved) for some in batches])
+            samples = (self.layout.unflatten(self.weights + change) for change in changes)
+            return torch.stack(
+                [outputs_with(self._snapshot, values, batches) for values in samples]
+            )
 
     def log_marginal_likelihood(
         self,
@@ -293,7 +277,7 @@ class LaplacePosterior:
             check_noise(noise, self._likelihood)
         prior = self._prior if prior_precision is None else prior_precision
         if prior_precision is not None:
-            self._checked_prior(prior_precision)
+            checked_prior(prior_precision, self.layout)
         return self._evidence(prior, self._noise if noise is None else noise)
 
     def _evidence(self, prior: DampingLike, noise: float | Tensor, *, many: bool = False) -> Tensor:

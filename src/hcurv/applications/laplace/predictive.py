@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-__all__ = ["Method", "Prediction", "probabilities"]
+from hcurv.network.model.snapshot import ModelSnapshot
+from hcurv.network.model_inputs import Inputs
+
+__all__ = ["METHODS", "Method", "Prediction", "outputs_with", "probabilities"]
 
 Method: TypeAlias = Literal["probit", "samples", "bridge"]
 METHODS = ("probit", "samples", "bridge")
@@ -152,3 +155,15 @@ def square_roots(covariances: Tensor) -> Tensor:
     values, vectors = torch.linalg.eigh(covariances)
     roots: Tensor = vectors * values.clamp(min=0).sqrt()[:, None, :]
     return roots
+
+
+def outputs_with(
+    snapshot: ModelSnapshot, weights: Mapping[str, Tensor], batches: Sequence[Inputs]
+) -> Tensor:
+    """The outputs of the network itself with other weights, (n, d)."""
+    module = snapshot.module
+
+    def moved(*args: Any, **kwargs: Any) -> Tensor:
+        return torch.func.functional_call(module, dict(weights), args, kwargs)  # type: ignore[no-any-return]
+
+    return torch.cat([snapshot.outputs(some, moved) for some in batches])
