@@ -21,7 +21,16 @@ from hcurv.experiments import datasets
 from hcurv.experiments.reference_models import LeNet
 from hcurv.experiments.uci import Split, split_uci
 
-__all__ = ["Task", "dense_truth", "ensemble", "laplace_torch", "make_task", "measures", "train"]
+__all__ = [
+    "Task",
+    "dense_truth",
+    "ensemble",
+    "laplace_torch",
+    "make_task",
+    "measures",
+    "train",
+    "train_member",
+]
 
 # The precision of the prior in the first round of training.
 FIRST_PRIOR = 1.0
@@ -44,7 +53,7 @@ class Task:
     make: Callable[[int], nn.Module]
     outside: tuple[str, Tensor] | None
     rounds: int
-    iterations: int = 150
+    iterations: int = 60
     steps: int = 0
 
     @property
@@ -65,9 +74,11 @@ def make_task(settings: dict[str, Any], data: str | None, seed: int) -> Task:
         images = _images(settings, data, small=False)
         return Task(*images, settings["rounds"], steps=settings["num_steps"])
     if name == "mnist":
-        return Task(*_images(settings, data, small=True), settings["rounds"])
+        return Task(
+            *_images(settings, data, small=True), settings["rounds"], settings["iterations"]
+        )
     split = _digits(seed) if name == "digits" else split_uci(name, data, seed)
-    rounds, iterations = settings["rounds"], settings.get("iterations", 150)
+    rounds, iterations = settings["rounds"], settings["iterations"]
     sizes = (split.inputs.shape[1], settings["hidden"], split.num_outputs)
     return Task(
         split, lambda number: _chain(sizes, nn.Tanh, number).double(), None, rounds, iterations
@@ -132,27 +143,42 @@ def _outsiders(data: str | Path | None, count: int) -> tuple[str, Tensor]:
         return "CIFAR-10 in gray", images.mean(1)[:, 2:30, 2:30].flatten(1)
 
 
-def train(task: Task, seed: int) -> nn.Module:
+def train(task: Task, seed: int) -> tuple[nn.Module, float, float]:
     """Train a network and choose its prior, in turns.
 
     Each round trains to the largest posterior density, from the weights of the round before, and
     then takes the prior (and the noise) of the largest marginal likelihood. This is how the
     marginal likelihood is meant to be used: tuned once, at weights of a prior that is far too weak,
     it finds another prior that is too weak.
+
+    Returns:
+        The network, and the prior precision and the noise of its last round.
     """
     model = task.make(seed)
     prior, noise = FIRST_PRIOR, 1.0
     for number in range(task.rounds):
-        if task.steps:
-            _run_adam(task, model, prior, seed + number)
-        else:
-            _run_lbfgs(task, model, prior, noise)
+        _run(task, model, prior, noise, seed + number)
         if number + 1 < task.rounds:
             data = (task.split.inputs, task.split.targets)
             posterior = laplace(model, task.loss, data, prior).tune()
             assert isinstance(posterior.prior_precision, float)
             prior, noise = posterior.prior_precision, posterior.noise or 1.0
+    return model, prior, noise
+
+
+def train_member(task: Task, seed: int, prior: float, noise: float) -> nn.Module:
+    """Train one more network of an ensemble, with a prior that is known, for as long."""
+    model = task.make(seed)
+    for number in range(task.rounds):
+        _run(task, model, prior, noise, seed + number)
     return model
+
+
+def _run(task: Task, model: nn.Module, prior: float, noise: float, seed: int) -> None:
+    if task.steps:
+        _run_adam(task, model, prior, seed)
+    else:
+        _run_lbfgs(task, model, prior, noise)
 
 
 def _run_lbfgs(task: Task, model: nn.Module, prior: float, noise: float) -> None:
