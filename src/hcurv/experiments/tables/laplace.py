@@ -323,9 +323,9 @@ TABLE = Table(
     title="Laplace approximations",
     notes=(
         "Networks with one hidden layer (50 units, tanh; satellite: 20; MNIST in 14 x 14 pixels:"
-        " 16, ReLU; trained by L-BFGS), and LeNet (by Adam), each trained in turns with a choice of the prior. Every"
-        " Laplace approximation has the prior (and the noise) of its own largest marginal"
-        " likelihood; the dense truth (`torch.func`, float64) and laplace-torch have that of ours."
+        " 16, ReLU; trained by L-BFGS), and LeNet (by Adam), each trained in turns with a choice of"
+        " the prior. Every Laplace approximation has the prior (and the noise) of its own largest"
+        " marginal likelihood; the dense truth (`torch.func`, float64) and laplace-torch have that of ours."
         " Probabilities by probit, if not said otherwise. Means over random"
         " splits, ± one standard error. AUROC: of the entropy, for outsiders (MNIST) or for wrong"
         " answers (the rest). Regression (concrete): shares of targets in the 95 % interval instead"
