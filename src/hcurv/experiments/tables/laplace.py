@@ -335,7 +335,8 @@ TABLE = Table(
         " standard error. AUROC: of the entropy, for outsiders (MNIST) or for wrong"
         " answers (the rest). Regression (concrete): shares of targets in the 95 % interval instead"
         " of calibration errors. Fit includes tuning for ours, K-FAC, EKFAC, diagonal and last"
-        " layer, not for laplace-torch, whose line is missing where it failed. Memory is the peak beyond what was in use before."
+        " layer, not for laplace-torch, whose line is missing where it failed. Memory is the peak"
+        " beyond what was in use before."
     ),
     rows=rows,
     measure=measure,
