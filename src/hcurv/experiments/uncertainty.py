@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
 import time
@@ -351,8 +352,6 @@ def _log_likelihood(task: Task, outputs: Tensor, sigma: float) -> float:
 
 
 def _double(model: nn.Module) -> nn.Module:
-    import copy
-
     return copy.deepcopy(model).double()
 
 
@@ -375,7 +374,7 @@ def laplace_torch(
     kind = "classification" if task.name == "classes" else "regression"
     start = time.perf_counter()
     posterior = library.Laplace(
-        model,
+        copy.deepcopy(model),  # If it fails, it leaves hooks on the model.
         kind,
         subset_of_weights="all",
         hessian_structure=structure,
