@@ -63,9 +63,9 @@ def uci(name: str, directory: str | Path | None = None) -> tuple[Tensor, Tensor]
     if name in REGRESSION:
         table = torch.from_numpy(np.loadtxt(path))
         return table[:, :-1], table[:, -1:]
-    lines = [line.split(",") for line in path.read_text().splitlines() if line.strip()]
+    lines = [line.strip().split(",") for line in path.read_text().splitlines() if line.strip()]
     features = np.array([[float(value) for value in line[:-1]] for line in lines])
-    return torch.from_numpy(features), torch.tensor([int(line[-1] == "g") for line in lines])
+    return torch.from_numpy(features), torch.tensor([int(line[-1] in ("g", "1")) for line in lines])
 
 
 def split_uci(

@@ -121,7 +121,7 @@ def _bridge(outputs: Tensor, covariances: Tensor) -> Tensor:
     variances = covariances.diagonal(dim1=1, dim2=2) - share * sums
     variances = variances.clamp(min=tiny)
     products = centred + torch.logsumexp(-centred, 1, keepdim=True) - 2 * math.log(num_classes)
-    rest = outputs.new_tensor(1 - 2 / num_classes).log()
+    rest = outputs.new_tensor(max(0.0, 1 - 2 / num_classes)).log()
     return torch.softmax(torch.logaddexp(products, rest) - variances.log(), 1)
 
 
