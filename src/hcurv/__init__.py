@@ -36,6 +36,7 @@ __all__ = [
     "InsufficientMemoryError",
     "InverseError",
     "JacobianRows",
+    "LaplacePosterior",
     "NearFieldWarning",
     "NotFactorizableError",
     "NotPositiveDefiniteError",
@@ -43,10 +44,13 @@ __all__ = [
     "Plan",
     "Pruning",
     "PruningStep",
+    "Prediction",
     "SampledEntries",
     "SamplingError",
+    "Score",
     "SymmetricOperator",
     "TangentKernel",
+    "Tuning",
     "UnsupportedModelError",
     "baselines",
     "certify",
@@ -56,6 +60,7 @@ __all__ = [
     "eigsh",
     "gauss_newton_step",
     "influence",
+    "laplace",
     "load",
     "losses",
     "nearest_neighbors",
@@ -74,6 +79,7 @@ if TYPE_CHECKING:
         InfluenceWarning,
         InfluentialPoints,
     )
+    from hcurv.applications.laplace import LaplacePosterior, Prediction, Score, Tuning, laplace
     from hcurv.applications.newton_step import GaussNewtonStep, gauss_newton_step
     from hcurv.applications.pruning import Pruning, PruningStep, prune
     from hcurv.diagonal import Diagonal
@@ -113,6 +119,7 @@ else:  # hidden from type checkers, which would otherwise accept any name
         "diagonal": ("Diagonal",),
         "applications.influence": ("influence",),
         "applications.influence_scores": ("Influence", "InfluenceWarning", "InfluentialPoints"),
+        "applications.laplace": ("LaplacePosterior", "Prediction", "Score", "Tuning", "laplace"),
         "applications.newton_step": ("GaussNewtonStep", "gauss_newton_step"),
         "applications.pruning": ("Pruning", "PruningStep", "prune"),
         "factorized": ("AccuracyWarning", "Factorized", "NotFactorizableError"),

@@ -282,6 +282,7 @@ class KFAC(SymmetricOperator):
         self,
         damping: DampingLike,
         *,
+        factored: bool = True,
         reference: Factorized | None = None,
         rows: Tensor | None = None,
     ) -> KFACFactorization:
@@ -289,7 +290,8 @@ class KFAC(SymmetricOperator):
 
         K-FAC damps its factors (Martens and Grosse 2015, §6.3): the inverted matrix has the
         diagonal blocks (G + √λ/π I) ⊗ (A + π√λ I), where π² is the ratio of the mean eigenvalues of
-        A and G. It adds λ to diagonal blocks, and EKFAC to its eigenvalues e.
+        A and G. It adds λ to diagonal blocks, and EKFAC to its eigenvalues e. With
+        ``factored=False``, the blocks are G ⊗ A + λI, as a prior of the weights wants it.
 
         With ``reference`` and ``rows``, EKFAC is calibrated at the same storage: its eigenvalues
         become λ(1 + (ce/λ)^p)^(1/p), with c and p such that the variances of the rows are as near
@@ -303,6 +305,7 @@ class KFAC(SymmetricOperator):
         Args:
             damping: λ > 0, one number, or numbers by the names of layers (or of parameters, if
                 those of one layer have the same number).
+            factored: whether K-FAC damps its factors; EKFAC never does.
             reference: what to calibrate EKFAC against, such as ``H.factorize(damping)``.
             rows: Jacobians of some outputs, (m, N), for which variances shall be right; 16 were as
                 good as 300. Take inputs outside of the training set, because variances at its
@@ -344,11 +347,13 @@ class KFAC(SymmetricOperator):
         with torch.no_grad():
             numbers = [self._layer_damping(layer, resolved) for layer in self._layers]
             shifts: list[tuple[float, float] | None] | None = None
-            if self._eigenbases is not None:
+            bases = self._eigenbases
+            if bases is None and not factored:
+                bases = self._product_eigenbases()
+            if bases is not None:
                 if reference is None and rows is None:
                     eigenvalues = [
-                        values + number
-                        for (_, values), number in zip(self._eigenbases, numbers, strict=True)
+                        values + number for (_, values), number in zip(bases, numbers, strict=True)
                     ]
                 else:
                     reference, rows = check_reference(reference, rows, resolved, self.shape[0])
@@ -356,12 +361,24 @@ class KFAC(SymmetricOperator):
                 chain = InverseChain(
                     [
                         InverseBlock.of(basis, values)
-                        for (basis, _), values in zip(self._eigenbases, eigenvalues, strict=True)
+                        for (basis, _), values in zip(bases, eigenvalues, strict=True)
                     ]
                 )
             else:
                 chain, shifts = self._damped_chain(numbers)
             return KFACFactorization(self._layers, chain, resolved, shifts)
+
+    def _product_eigenbases(self) -> list[tuple[KroneckerPair | Identity, Tensor]]:
+        """Eigenvectors and eigenvalues of G ⊗ A, and the diagonal blocks."""
+        if self.structure != "block-diagonal":
+            raise NotFactorizableError('factored=False needs structure="block-diagonal"')
+        found: list[tuple[KroneckerPair | Identity, Tensor]] = []
+        for pair in self._diagonal_pairs():
+            inputs, right = torch.linalg.eigh(pair.inputs)
+            gradients, left = torch.linalg.eigh(pair.gradients)
+            values = torch.outer(gradients.clamp(min=0), inputs.clamp(min=0))
+            found.append((KroneckerPair(right, left).to(None, self.dtype), values.to(self.dtype)))
+        return [*found, *((Identity(), diagonal) for diagonal in self._diagonals)]
 
     def _damped_chain(
         self, numbers: list[float]

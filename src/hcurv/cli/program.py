@@ -17,6 +17,7 @@ from hcurv.cli.commands import (
     prune,
     influence,
     info,
+    laplace,
     reproduce,
     solve,
 )
@@ -63,6 +64,7 @@ app.command(epilog=examples(*solve.EXAMPLES))(solve.solve)
 app.command(epilog=examples(*eigs.EXAMPLES))(eigs.eigs)
 app.command(epilog=examples(*diagonal.EXAMPLES))(diagonal.diagonal)
 app.command(epilog=examples(*influence.EXAMPLES))(influence.influence)
+app.command(epilog=examples(*laplace.EXAMPLES))(laplace.laplace)
 app.command(epilog=examples(*compare.EXAMPLES))(compare.compare)
 app.command(epilog=examples(*prune.EXAMPLES))(prune.prune)
 app.command(epilog=examples(*reproduce.EXAMPLES))(reproduce.reproduce)

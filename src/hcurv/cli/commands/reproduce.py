@@ -28,6 +28,7 @@ TableName: TypeAlias = Literal[
     "pruning",
     "training",
     "influence",
+    "laplace",
     "all",
 ]
 TABLES: tuple[str, ...] = tuple(name for name in get_args(TableName) if name != "all")

@@ -5,6 +5,7 @@ from hcurv.experiments.tables import (
     complexity,
     cost_accuracy,
     influence,
+    laplace,
     memory,
     pruning,
     sampled_compression,
@@ -27,5 +28,6 @@ TABLES: dict[str, Table] = {
         pruning.TABLE,
         training.TABLE,
         influence.TABLE,
+        laplace.TABLE,
     )
 }

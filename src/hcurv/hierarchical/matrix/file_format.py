@@ -25,7 +25,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-__all__ = ["FLOAT_TYPES", "FileFormatError", "make_tree", "read_file", "write_file"]
+__all__ = [
+    "FLOAT_TYPES",
+    "FileFormatError",
+    "make_tree",
+    "read_file",
+    "read_tensors",
+    "write_file",
+    "write_tensors",
+]
 
 # Version 2 added global parts; version 3 a damping for each row, and the layout of the parameters.
 _VERSION = 3
@@ -82,15 +90,10 @@ def write_file(
         named: its tensors by name, apart from those of the tree.
         special: what else describes it, to be stored as JSON.
     """
-    library = _safetensors()
-    target = check_target(path)
     tree = stored.tree
     short = tree.size < _INT32
     tensors = {
-        name: (tensor.int() if short and not tensor.is_floating_point() else tensor)
-        .detach()
-        .cpu()
-        .contiguous()
+        name: tensor.int() if short and not tensor.is_floating_point() else tensor
         for name, tensor in {"permutation": tree.permutation, **named}.items()
     }
     description = {
@@ -100,9 +103,29 @@ def write_file(
         "scores": tree.scores,
         "dtype": str(stored.dtype).removeprefix("torch."),
         **special,
-        "checksums": {name: _checksum(tensor) for name, tensor in tensors.items()},
     }
-    text = json.dumps(description)
+    write_tensors(path, file_format, tensors, description)
+
+
+def write_tensors(
+    path: str | PathLike[str],
+    file_format: str,
+    named: Mapping[str, Tensor],
+    description: Mapping[str, Any],
+) -> None:
+    """Write tensors with a description and checksums of everything.
+
+    Args:
+        path: where to write; an existing file is replaced once the new one is complete.
+        file_format: what `read_tensors` recognises the file by.
+        named: the tensors by name.
+        description: what else is to be stored, as JSON.
+    """
+    library = _safetensors()
+    target = check_target(path)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+    checksums = {name: _checksum(tensor) for name, tensor in tensors.items()}
+    text = json.dumps({**description, "checksums": checksums})
     metadata = {
         "format": file_format,
         "version": str(_VERSION),
@@ -133,6 +156,31 @@ def read_file(
         FileNotFoundError: there is no such file.
         FileFormatError: it is foreign, damaged, or of a newer format.
     """
+    file_format, description, tensors = read_tensors(path, makers)
+    # Copies are aligned as new tensors are: what is computed from them is the same bit for bit.
+    moved = {
+        name: tensor.to(device, None if tensor.is_floating_point() else torch.long, copy=True)
+        for name, tensor in tensors.items()
+    }
+    try:
+        return makers[file_format](description, moved)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise FileFormatError(f"{path} is damaged: {error!r}; write it again") from error
+
+
+def read_tensors(
+    path: str | PathLike[str], formats: Container[str]
+) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+    """Read a file that `write_tensors` wrote: its format, its description and its tensors.
+
+    Args:
+        path: the file.
+        formats: the formats that are wanted.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        FileFormatError: it is foreign, damaged, or of a newer format.
+    """
     library = _safetensors()
     from safetensors import SafetensorError, safe_open
 
@@ -142,7 +190,7 @@ def read_file(
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-        description = _read_description(path, metadata, makers)
+        description = _read_description(path, metadata, formats)
         tensors = library.load_file(path)
     except SafetensorError as error:
         raise FileFormatError(
@@ -153,15 +201,7 @@ def read_file(
         _checksum(tensor) != checksums[name] for name, tensor in tensors.items()
     ):
         raise FileFormatError(f"{path} is damaged: checksums do not match; write it again")
-    # Copies are aligned as new tensors are: what is computed from them is the same bit for bit.
-    moved = {
-        name: tensor.to(device, None if tensor.is_floating_point() else torch.long, copy=True)
-        for name, tensor in tensors.items()
-    }
-    try:
-        return makers[metadata["format"]](description, moved)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise FileFormatError(f"{path} is damaged: {error!r}; write it again") from error
+    return metadata["format"], description, tensors
 
 
 def _read_description(

@@ -1,0 +1,75 @@
+"""A copy of the user's network in which only some parameters are trainable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from hcurv.layout import ParameterLayout, layer_of
+from hcurv.network.batches import Batches, Data
+from hcurv.network.model.snapshot import ForwardFunction, ModelSnapshot, check_parameters
+from hcurv.network.model_inputs import map_inputs
+
+__all__ = ["select_parameters"]
+
+
+def select_parameters(
+    model: nn.Module,
+    parameters: str | Sequence[str],
+    data: Data,
+    forward_fn: ForwardFunction | None,
+) -> nn.Module:
+    """Copy a network, and freeze all parameters of the copy that were not asked for.
+
+    Args:
+        model: the network.
+        parameters: "all" trainable ones, those of the "last" layer, or names of parameters or
+            layers, or patterns of them.
+        data: to find out which layer is the last one.
+        forward_fn: as for `GaussNewton`.
+
+    Raises:
+        KeyError: a name is that of no trainable parameter.
+        TypeError: it is neither a string nor a sequence of strings.
+    """
+    check_parameters(model)
+    snapshot = ModelSnapshot(model, forward_fn)
+    if parameters == "all":
+        return snapshot.module
+    layout = snapshot.layout
+    wanted: set[str] = set()
+    if parameters == "last":
+        wanted.update(layout.layers[_last_layer(snapshot, data)])
+    elif not isinstance(parameters, Sequence) or not parameters:
+        raise TypeError(
+            'parameters must be "all", "last", or names of parameters or layers (or patterns of'
+            f" them); got {parameters!r}"
+        )
+    else:
+        for pattern in [parameters] if isinstance(parameters, str) else parameters:
+            wanted.update(layout.matching(pattern))
+    for name, parameter in snapshot.trainable.items():
+        parameter.requires_grad_(name in wanted)
+    return snapshot.module
+
+
+def _last_layer(snapshot: ModelSnapshot, data: Data) -> str:
+    """The name of the layer with trainable parameters that a forward pass calls last."""
+    layout: ParameterLayout = snapshot.layout
+    called: list[str] = []
+    handles = [
+        module.register_forward_pre_hook(lambda *_, name=name: called.append(name))
+        for name, module in snapshot.module.named_modules()
+        if name in layout.layers
+    ]
+    dtype, device = check_parameters(snapshot.module)
+    inputs, _ = next(iter(Batches(data, dtype, device)))
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            snapshot.outputs(map_inputs(lambda tensor: tensor[:2], inputs))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return called[-1] if called else layer_of(layout.names[-1])
