@@ -42,9 +42,9 @@ __all__ = [
     "NotPositiveDefiniteError",
     "ParameterLayout",
     "Plan",
+    "Prediction",
     "Pruning",
     "PruningStep",
-    "Prediction",
     "SampledEntries",
     "SamplingError",
     "Score",
@@ -72,7 +72,6 @@ __all__ = [
 
 if TYPE_CHECKING:
     from hcurv import baselines, losses, optim
-    from hcurv import baselines, losses
     from hcurv.applications.influence import influence
     from hcurv.applications.influence_scores import (
         Influence,

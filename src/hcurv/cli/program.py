@@ -13,11 +13,10 @@ from hcurv.cli.commands import (
     demo,
     diagonal,
     eigs,
-    info,
-    prune,
     influence,
     info,
     laplace,
+    prune,
     reproduce,
     solve,
 )
