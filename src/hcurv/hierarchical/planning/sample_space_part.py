@@ -30,7 +30,7 @@ __all__ = ["part_alone", "suits"]
 
 # Vectors of N floats are multiplied in panels of so many floats, and this share of the workspace,
 # but of at least so many columns.
-_PANEL_FLOATS, _PANEL_SHARE, _LEAST_PANEL = 2**26, 1 / 16, 8
+_PANEL_FLOATS, _PANEL_SHARE, _LEAST_PANEL = 2**26, 1 / 16, 16
 # Panels that exist at the same time, beside V.
 _NUM_PANELS = 3
 # The basis has so many directions at first, grows at most by this factor, and is so many times as
@@ -74,7 +74,7 @@ def part_alone(
     panel = min(_PANEL_FLOATS, int(_PANEL_SHARE * max_working)) // source.shape[0]
     kernel = _Kernel(source, rows, max(_LEAST_PANEL, panel))
     every = torch.arange(kernel.shape[0], device=source.device)
-    known = SampledMatrix(kernel, every, seed, phases, max_working)
+    known = SampledMatrix(kernel, every, seed, phases, max_working, wide=_FIRST_WIDTH)
     known.keep_no_pool()
     room = max_working // rows.numel() - _NUM_PANELS * kernel.panel
     rank = _rank(known, tolerance, room, source.shape[0])

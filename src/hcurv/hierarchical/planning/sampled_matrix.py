@@ -30,7 +30,7 @@ _HELD_OUT = 16
 # Directions are multiplied in panels of so many floats (256 MB in single precision), but of at
 # least so many columns.
 _PANEL_FLOATS, _LEAST_PANEL = 2**26, 16
-# So many directions are multiplied together, if so many are asked for.
+# So many directions are multiplied together, unless products are dear.
 _WIDE = 96
 # If fewer than this share of new directions are independent of the others, the global part spans
 # the range of the matrix.
@@ -48,6 +48,8 @@ class SampledMatrix:
         seed: seed of the random vectors.
         phases: where to count the time and show progress.
         max_floats: number of floats that products and global part may take.
+        wide: so many directions are multiplied together, if so many are asked for, even if that
+            takes random vectors, which cost another product each.
 
     Attributes:
         rows: as given.
@@ -58,9 +60,15 @@ class SampledMatrix:
     """
 
     def __init__(
-        self, source: EntrySource, rows: Tensor, seed: int, phases: Phases, max_floats: int
+        self,
+        source: EntrySource,
+        rows: Tensor,
+        seed: int,
+        phases: Phases,
+        max_floats: int,
+        wide: int = _WIDE,
     ) -> None:
-        self._source, self.rows, self._phases = source, rows, phases
+        self._source, self.rows, self._phases, self._wide = source, rows, phases, wide
         self.is_sorted = bool((rows.diff() > 0).all())
         self.places = rows.new_full((source.shape[0],), -1)
         self.places[rows] = torch.arange(rows.numel(), device=rows.device)
@@ -153,7 +161,7 @@ class SampledMatrix:
                 count = min(panel, width - self.width)
                 num_images = min(count, self._part.num_images)
                 # Random vectors take another product each, but few directions at a time are slow.
-                num_random = min(count, max(_WIDE, num_images)) - num_images
+                num_random = min(count, max(self._wide, num_images)) - num_images
                 parts = [self._part.images(num_images)] if num_images else []
                 while num_random > 0:
                     parts.append(self._take(num_random))
