@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
 from dataclasses import dataclass
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -162,3 +164,26 @@ def test_the_architecture_names_every_package() -> None:
     for file in package.glob("*.py"):
         if not file.name.startswith("__"):
             assert f"`{file.name}`" in text, file.name
+
+
+def notebooks() -> ModuleType:
+    spec = spec_from_file_location("notebooks", DOCS / "notebooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["uncertainty", "influence", "pruning", "training"])
+def test_notebooks_are_those_of_the_pages(name: str) -> None:
+    """The code of the pages is run above; a notebook has the same code and outputs."""
+    page = f"docs/tutorials/{name}.md"
+    text = (DOCS / "tutorials" / f"{name}.ipynb").read_text(encoding="utf-8")
+    assert text == notebooks().notebook(PAGES[page].read_text(encoding="utf-8"))
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    assert ["".join(cell["source"]) for cell in cells] == [
+        block.text.rstrip("\n") for block in blocks(page) if block.kind == "python"
+    ]
+    shown = ["".join(cell["outputs"][0]["text"]) for cell in cells if cell["outputs"]]
+    assert shown == [block.text for block in blocks(page) if block.mark is not None]
