@@ -196,12 +196,12 @@ def blocks(source: EntrySource, rows: Tensor, cols: Tensor) -> Tensor:
     return values
 
 
-def has_product(source: EntrySource) -> TypeGuard[ProductSource]:
+def has_product(source: EntrySource | MatrixProduct) -> TypeGuard[ProductSource]:
     """Whether the source offers ``source @ vectors``."""
     return hasattr(source, "__matmul__")
 
 
-def product(source: EntrySource, vectors: Tensor) -> Tensor:
+def product(source: EntrySource | MatrixProduct, vectors: Tensor) -> Tensor:
     """Return ``source @ vectors``, (N, k), of a source that has a product.
 
     Raises:

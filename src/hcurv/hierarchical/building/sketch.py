@@ -17,7 +17,7 @@ from hcurv.hierarchical.building.sampler import LevelRows
 from hcurv.hierarchical.parts.levels import Coupling, LeafBlocks, Level
 from hcurv.memory import require_bytes
 from hcurv.operators import EntrySource
-from hcurv.sources import product
+from hcurv.sources import MatrixProduct, product
 
 __all__ = ["RandomProducts", "SketchPanel", "SketchSampler", "carry", "random_products"]
 
@@ -198,7 +198,10 @@ class SketchSampler:
 
 
 def random_products(
-    source: EntrySource, rows: Tensor, num_columns: int, generator: torch.Generator
+    source: EntrySource | MatrixProduct,
+    rows: Tensor,
+    num_columns: int,
+    generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
     """Gaussian vectors Ω and their products HΩ.
 

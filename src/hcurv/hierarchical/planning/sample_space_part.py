@@ -118,18 +118,12 @@ def _rank(known: SampledMatrix, tolerance: float, room: int, size: int) -> int:
 
 
 class _Kernel:
-    """K = SSᵀ as a source of products, some columns at a time."""
+    """K = SSᵀ, multiplied by some columns at a time."""
 
     def __init__(self, source: RootedSource, rows: Tensor, panel: int) -> None:
         self._source, self.rows, self.panel = source, rows, panel
         self.shape = (source.num_root_rows, source.num_root_rows)
         self.dtype, self.device = source.dtype, source.device
-
-    def diagonal(self) -> Tensor:
-        raise NotImplementedError("only products are asked for")
-
-    def block(self, rows: object, cols: object) -> Tensor:
-        raise NotImplementedError("only products are asked for")
 
     def transposed(self, columns: Tensor) -> Tensor:
         """Sᵀ times some columns."""
@@ -155,9 +149,7 @@ def _columns(kernel: _Kernel, directions: Tensor) -> Tensor:
         some = slice(first, first + kernel.panel)
         found = kernel.transposed(basis[:, some].contiguous())
         result[:, some] = found if found.shape[0] == rows.numel() else found[rows]
-    values, turn = torch.linalg.eigh(double_gram(result, result))
-    del values
-    turn = turn.flip(1).to(result.dtype)
+    turn = torch.linalg.eigh(double_gram(result, result)).eigenvectors.flip(1).to(result.dtype)
     for some in result.split(max(1, _TURNED_FLOATS // rank)):
         some.copy_(some @ turn)
     return result

@@ -18,7 +18,7 @@ from hcurv.hierarchical.building.sketch import random_products
 from hcurv.linalg.growing_nystrom import GrowingNystrom
 from hcurv.memory import require_bytes
 from hcurv.operators import EntrySource
-from hcurv.sources import RootedSource, product
+from hcurv.sources import MatrixProduct, RootedSource, product
 
 __all__ = ["DEFAULT_WORKSPACE", "SampledMatrix", "pool_of"]
 
@@ -61,7 +61,7 @@ class SampledMatrix:
 
     def __init__(
         self,
-        source: EntrySource,
+        source: EntrySource | MatrixProduct,
         rows: Tensor,
         seed: int,
         phases: Phases,
