@@ -73,6 +73,9 @@ def test_a_picture_of_the_images_that_matter(tmp_path: Path) -> None:
     arguments += ["--queries", data, "--num-queries", 3, "--damping", 0.1, "--picture", picture]
     succeed(*arguments)
     assert picture.read_bytes().startswith(b"\x89PNG")
+    page = tmp_path / "p.html"
+    succeed_json(*arguments[:-1], page)
+    assert "most harmful (red)" in page.read_text(encoding="utf-8")
 
 
 def test_wrong_usage_is_explained(network: Network) -> None:

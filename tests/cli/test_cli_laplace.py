@@ -59,6 +59,18 @@ def test_laplace_of_a_regression_has_noise_and_error_bars(tmp_path: Path) -> Non
     assert succeed_json("laplace", *options, "--noise", "0.5", "--tune", "none")["noise"] == 0.5
 
 
+def test_a_picture_may_be_a_page_with_all_results(network: Network, tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    document = succeed_json(
+        "laplace", *network.options, "--test", network.data, "--plot", path, "--tune", "none"
+    )
+    text = path.read_text(encoding="utf-8")
+    assert f"{document['test']['log_likelihood']:.4g}" in text
+    assert f"{document['log_marginal_likelihood']:.6g}" in text
+    assert 'role="img"' in text
+    assert "http" not in text.replace("http-equiv", "").replace("http://www.w3.org", "")
+
+
 def test_laplace_refuses_what_it_cannot_do(network: Network, tmp_path: Path) -> None:
     message = fail("laplace", *network.options, "--out", tmp_path / "p.npz", code=2)
     assert "--test" in message

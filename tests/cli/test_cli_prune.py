@@ -19,7 +19,9 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Network:
 
 
 def test_prune_writes_what_the_library_gives(network: Network, tmp_path: Path) -> None:
-    thin, masks, picture = (tmp_path / name for name in ("t.safetensors", "m.safetensors", "p.svg"))
+    thin, masks, picture = (
+        tmp_path / name for name in ("t.safetensors", "m.safetensors", "p.html")
+    )
     arguments = ("prune", *network.options, "--sparsity", 0.6, "--steps", 3, "--corrections", 2)
     test = ("--test-data", network.data)
     files = ("--out", thin, "--masks", masks, "--picture", picture)
@@ -38,7 +40,9 @@ def test_prune_writes_what_the_library_gives(network: Network, tmp_path: Path) -
     assert {name: mask.bool().tolist() for name, mask in kept.items()} == {
         name: mask.tolist() for name, mask in expected.masks.items()
     }
-    assert "<svg" in picture.read_text()
+    page = picture.read_text(encoding="utf-8")
+    assert "<svg" in page
+    assert "In numbers" in page
     assert document["sparsity"] == expected.sparsity
     assert [row["loss"] for row in document["record"]] == [s.loss for s in expected.record]
     for row in document["record"]:
@@ -60,7 +64,7 @@ def test_prune_refuses_before_it_works(network: Network, tmp_path: Path) -> None
     start = ("prune", *network.options)
     assert "less than 1; got 1.5" in fail(*start, "--sparsity", 1.5)
     assert "is an input" in fail(*start, "--out", network.weights)
-    assert "must end with .png or .svg" in fail(*start, "--picture", tmp_path / "p.pdf")
+    assert "must end with .png or .svg or .pdf or" in fail(*start, "--picture", tmp_path / "p.gif")
     assert "called 'seven'" in fail(*start, "--leave-out", "seven")
     same = tmp_path / "x.safetensors"
     assert "two files" in fail(*start, "--out", same, "--masks", same, code=2)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_out",
+    "facts_of",
     "print_document",
     "print_facts",
     "print_json",
@@ -59,8 +60,13 @@ def print_document(document: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(document)
     else:
-        known = {name: _in_words(value) for name, value in document.items() if value is not None}
-        print_facts([(name.replace("_", " "), text) for name, text in known.items()])
+        print_facts(facts_of(document))
+
+
+def facts_of(document: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Names and values of a document, in words."""
+    known = {name: _in_words(value) for name, value in document.items() if value is not None}
+    return [(name.replace("_", " "), text) for name, text in known.items()]
 
 
 def _in_words(value: Any) -> str:

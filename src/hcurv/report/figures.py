@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 __all__ = [
     "LEAST_ERROR",
     "LEVELS",
+    "as_svg",
     "cg_figure",
     "error_figure",
+    "house_style",
     "inverse_figure",
     "layer_figure",
     "spectrum_figure",
@@ -61,7 +63,7 @@ _SETTINGS = {
 
 
 @contextmanager
-def _style() -> Iterator[None]:
+def house_style() -> Iterator[None]:
     """Use Matplotlib's default settings and ours, whatever the user has set."""
     from matplotlib import style
 
@@ -76,7 +78,7 @@ def _new(height: float) -> tuple[Figure, Axes]:
     return figure, figure.subplots()
 
 
-def _svg(figure: Figure, name: str, label: str) -> Html:
+def as_svg(figure: Figure, name: str, label: str) -> Html:
     """Turn a figure into SVG that has no fixed width, has a label, and shares no id with others."""
     stream = io.StringIO()
     figure.savefig(stream, format="svg", dpi=200, metadata={"Date": None})
@@ -93,7 +95,7 @@ def error_figure(
     comparison: Comparison, curves: dict[str, list[tuple[float, float]]], label: str
 ) -> Html:
     """Draw the error against the storage. Methods that were measured more than once get lines."""
-    with _style():
+    with house_style():
         figure, axes = _new(4.9)
         for method in comparison.methods:
             points = [*curves.get(method.name, []), (method.storage, method.error)]
@@ -107,12 +109,12 @@ def error_figure(
         axes.set(xlabel="stored floats, % of N²", ylabel="relative error ‖H − A‖/‖H‖")
         axes.xaxis.set_major_formatter("{x:g}")
         figure.legend(loc="outside lower center", ncols=2, columnspacing=1.0, handlelength=1.8)
-        return _svg(figure, "error", label)
+        return as_svg(figure, "error", label)
 
 
 def inverse_figure(comparison: Comparison, label: str) -> Html:
     """Draw the errors of variances against the damping, one line for each method."""
-    with _style():
+    with house_style():
         figure, axes = _new(4.9)
         for method in comparison.methods:
             points = [
@@ -130,23 +132,23 @@ def inverse_figure(comparison: Comparison, label: str) -> Html:
         axes.set(ylabel="median error of variances")
         axes.invert_xaxis()
         figure.legend(loc="outside lower center", ncols=2, columnspacing=1.0, handlelength=2.2)
-        return _svg(figure, "inverse", label)
+        return as_svg(figure, "inverse", label)
 
 
 def structure_figures(matrix: HMatrix, labels: tuple[str, str]) -> tuple[Html, Html]:
     """Draw the blocks with their ranks, and the ranks of each level."""
-    with _style():
+    with house_style():
         blocks, axes = _new(3.9)
         axes.grid(False)
         draw_structure(blocks, axes, matrix, LEVELS)
         ranks, axes = _new(3.9)
         draw_ranks(axes, matrix)
-        return _svg(blocks, "blocks", labels[0]), _svg(ranks, "ranks", labels[1])
+        return as_svg(blocks, "blocks", labels[0]), as_svg(ranks, "ranks", labels[1])
 
 
 def spectrum_figure(exact: Spectrum, compressed: Spectrum, damping: float, label: str) -> Html:
     """Draw the eigenvalues, largest first."""
-    with _style():
+    with house_style():
         figure, axes = _new(3.7)
         edge = {"markersize": 5, "markeredgecolor": BLACK, "markeredgewidth": 0.6}
         looks: dict[str, tuple[Spectrum, dict[str, Any]]] = {
@@ -160,12 +162,12 @@ def spectrum_figure(exact: Spectrum, compressed: Spectrum, damping: float, label
         axes.axhline(damping, color=GRAY, linestyle="--", label="damping")
         axes.set(yscale="log", xlabel="number of the eigenvalue", ylabel="eigenvalue")
         figure.legend(loc="outside lower center", ncols=3, columnspacing=1.0, handlelength=1.8)
-        return _svg(figure, "spectrum", label)
+        return as_svg(figure, "spectrum", label)
 
 
 def layer_figure(layers: Sequence[LayerCurvature], label: str) -> Html:
     """Draw a box for each layer: quartiles, median, and 1 and 99 % quantiles, on a log scale."""
-    with _style():
+    with house_style():
         figure, axes = _new(1.2 + 0.55 * len(layers))
         names = [_layer_label(layer) for layer in layers]
         for place, layer in enumerate(layers):
@@ -179,7 +181,7 @@ def layer_figure(layers: Sequence[LayerCurvature], label: str) -> Html:
         axes.set_yticks(range(len(names)), names)
         axes.set_ylim(len(names) - 0.4, -0.6)
         axes.grid(False, axis="y")
-        return _svg(figure, "layers", label)
+        return as_svg(figure, "layers", label)
 
 
 def _layer_label(layer: LayerCurvature) -> str:
@@ -193,7 +195,7 @@ def _layer_label(layer: LayerCurvature) -> str:
 
 def cg_figure(methods: Sequence[ComparedMethod], tolerance: float, label: str) -> Html:
     """Draw the residuals of conjugate gradients, with every method as preconditioner."""
-    with _style():
+    with house_style():
         figure, axes = _new(4.9)
         for method in methods:
             residuals = method.residuals[1:]
@@ -207,7 +209,7 @@ def cg_figure(methods: Sequence[ComparedMethod], tolerance: float, label: str) -
         axes.set(xscale="log", yscale="log", xlabel="iteration", ylabel="relative residual")
         axes.xaxis.set_major_formatter("{x:.0f}")
         figure.legend(loc="outside lower center", ncols=2, columnspacing=1.0, handlelength=2.2)
-        return _svg(figure, "convergence", label)
+        return as_svg(figure, "convergence", label)
 
 
 def _marks(count: int) -> list[int]:

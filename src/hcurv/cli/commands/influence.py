@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hcurv.cli import options
-from hcurv.cli.output import check_out, print_document, print_json, print_table, shows_progress
+from hcurv.cli.output import (
+    check_out,
+    facts_of,
+    print_document,
+    print_json,
+    print_table,
+    shows_progress,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +38,7 @@ EXAMPLES = (
 )
 # Names of data sets of which there is a test set.
 _WITH_TEST = ("mnist", "fashion-mnist", "cifar10")
+_COLUMNS = ("query", "helpful points (scores)", "harmful points (scores)")
 
 
 def influence(
@@ -78,7 +86,10 @@ def influence(
     ] = None,
     picture: Annotated[
         Path | None,
-        typer.Option(help="Draw the queries, which are images, beside these points, .png."),
+        typer.Option(
+            help="Draw the queries, which are images, beside these points: .png, .svg or .pdf;"
+            " .html for a page with all results."
+        ),
     ] = None,
     activation: options.Activation = None,
     output_activation: options.OutputActivation = None,
@@ -112,7 +123,9 @@ def influence(
     )
     endings = (".npy",) if self_scores else (".safetensors",)
     target = check_out(out, *given.files, queries, suffixes=endings)
-    check_out(picture, *given.files, queries, suffixes=(".png",))
+    from hcurv.report.picture import PICTURE_ENDINGS
+
+    check_out(picture, *given.files, queries, suffixes=PICTURE_ENDINGS)
     import hcurv
     from hcurv.cli.problem import read_problem
 
@@ -145,9 +158,10 @@ def influence(
     helpful, harmful = (_extreme(scores, top, largest) for largest in (True, False))
     document |= {"num_queries": len(asked[0]), "seconds": time.perf_counter() - start}
     document |= {"file": target, "picture": picture}
+    rows = [(str(q), _listed(helpful, q), _listed(harmful, q)) for q in range(len(helpful.points))]
     if picture is not None:
         assert isinstance(problem.data, tuple)
-        _draw(picture, asked, problem.data, helpful, harmful)
+        _draw(picture, asked, problem.data, helpful, harmful, rows, facts_of(document))
     if as_json:
         found = {
             "helpful": helpful.points,
@@ -157,8 +171,7 @@ def influence(
         }
         print_json({**document, **found})
         return
-    rows = [(str(q), _listed(helpful, q), _listed(harmful, q)) for q in range(len(helpful.points))]
-    print_table(("query", "helpful points (scores)", "harmful points (scores)"), rows)
+    print_table(_COLUMNS, rows)
     print_document(document, as_json)
 
 
@@ -223,14 +236,21 @@ def _draw(
     training: tuple[Tensor, Tensor],
     helpful: InfluentialPoints,
     harmful: InfluentialPoints,
+    rows: list[tuple[str, str, str]],
+    facts: list[tuple[str, str]],
 ) -> None:
-    from hcurv.files import write_atomically
     from hcurv.report.influential_images import draw_influential_images
+    from hcurv.report.picture import ResultPage, save_picture
 
-    figure = draw_influential_images(
-        queries,
-        training,
-        (helpful.points, helpful.scores),
-        (harmful.points, harmful.scores),
+    words = ResultPage(
+        "Which training points matter?",
+        f"The training points that help and harm {len(queries[0])} queries most.",
+        "Each query, then its most helpful (blue) and its most harmful (red) training points, with"
+        " their labels and scores.",
+        facts,
+        _COLUMNS,
+        rows,
+        text=2,
     )
-    write_atomically(picture, lambda name: figure.savefig(name, dpi=170, format="png"))
+    found = (helpful.points, helpful.scores), (harmful.points, harmful.scores)
+    save_picture(picture, lambda: draw_influential_images(queries, training, *found), words)

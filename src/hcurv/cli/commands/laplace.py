@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 import typer
 
 from hcurv.cli import options
-from hcurv.cli.output import check_out, print_document, shows_progress
+from hcurv.cli.output import check_out, facts_of, print_document, shows_progress
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from torch import Tensor
 
     from hcurv.applications.laplace import LaplacePosterior, Prediction
@@ -82,7 +83,10 @@ def laplace(
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw calibration, or errors of a regression, of the test points, .png."),
+        typer.Option(
+            help="Draw calibration, or errors of a regression, of the test points: .png, .svg or"
+            " .pdf; .html for a page with all results."
+        ),
     ] = None,
     save: Annotated[Path | None, typer.Option(help="Write the posterior, .safetensors.")] = None,
     seed: options.Seed = 0,
@@ -108,7 +112,9 @@ def laplace(
         num_points,
     )
     target = check_out(out, *given.files, test, suffixes=(".npz",))
-    picture = check_out(plot, *given.files, test, suffixes=(".png", ".svg", ".pdf"))
+    from hcurv.report.picture import PICTURE_ENDINGS
+
+    picture = check_out(plot, *given.files, test, suffixes=PICTURE_ENDINGS)
     posterior_file = check_out(save, *given.files, test, suffixes=(".safetensors",))
     from hcurv.applications.laplace import laplace as approximate
     from hcurv.cli.problem import read_problem
@@ -134,7 +140,7 @@ def laplace(
     document = {**_description(posterior), "seconds": time.perf_counter() - start}
     if test is not None:
         points = read_problem(_at(given, test)).data
-        document["test"] = _predict(posterior, points, method, seed, target, picture)
+        _predict(document, posterior, points, method, seed, target, picture)
     if posterior_file is not None:
         posterior.save(posterior_file)
     print_document(
@@ -169,13 +175,14 @@ def _description(posterior: LaplacePosterior) -> dict[str, Any]:
 
 
 def _predict(
+    document: dict[str, Any],
     posterior: LaplacePosterior,
     points: Tensor | tuple[Tensor, Tensor],
     method: Method,
     seed: int,
     target: Path | None,
     picture: Path | None,
-) -> dict[str, Any]:
+) -> None:
     """Predict the test points, score them if they have targets, and write files."""
     from dataclasses import asdict
 
@@ -189,11 +196,11 @@ def _predict(
     }
     if targets is not None:
         found |= asdict(posterior.score((inputs, targets), method, seed=seed))
+    document["test"] = found
     if picture is not None:
         if targets is None:
             raise ValueError("--plot needs targets of the test points")
-        _draw(picture, prediction, targets)
-    return found
+        _draw(picture, prediction, targets, document)
 
 
 def _write(path: Path, prediction: Prediction) -> None:
@@ -208,12 +215,29 @@ def _write(path: Path, prediction: Prediction) -> None:
         np.savez(temporary, **known)
 
 
-def _draw(path: Path, prediction: Prediction, targets: Tensor) -> None:
+def _draw(path: Path, prediction: Prediction, targets: Tensor, document: dict[str, Any]) -> None:
+    from hcurv.report.picture import ResultPage, save_picture
+
+    is_regression = prediction.target_variances is not None
+    words = ResultPage(
+        "How sure is the network?",
+        f"The log marginal likelihood is {document['log_marginal_likelihood']:.6g}. Test points"
+        f" have a mean log-likelihood of {document['test']['log_likelihood']:.4g}.",
+        "Targets of the test points in the order of their predictions, with a band that shall hold"
+        " 95 % of them."
+        if is_regression
+        else "Share of right answers against confidence; on the diagonal, confidence can be taken"
+        " at its word.",
+        facts_of(document),
+    )
+    save_picture(path, lambda: _figure(prediction, targets), words)
+
+
+def _figure(prediction: Prediction, targets: Tensor) -> Figure:
     import torch
     from matplotlib.figure import Figure
 
     from hcurv.applications.laplace.scores import calibration
-    from hcurv.files import write_atomically
     from hcurv.report.calibration import draw_calibration, draw_errors
 
     figure = Figure(figsize=(4.8, 4.0), layout="constrained")
@@ -221,7 +245,6 @@ def _draw(path: Path, prediction: Prediction, targets: Tensor) -> None:
     if prediction.target_variances is not None:
         first = (prediction.mean, prediction.standard_deviations, targets)
         draw_errors(axes, *(values[:, 0].cpu() for values in first))
-        axes.legend(frameon=False)
     else:
         before = torch.softmax(prediction.outputs, 1)
         chances, labels = prediction.mean, targets
@@ -231,6 +254,5 @@ def _draw(path: Path, prediction: Prediction, targets: Tensor) -> None:
             labels = (targets > 0.5).long().flatten()
         draw_calibration(axes, *calibration(before, labels), "plain", "#6b6b6b", "x")
         draw_calibration(axes, *calibration(chances, labels), "Laplace")
-        axes.legend(frameon=False)
-    ending = path.suffix.removeprefix(".")
-    write_atomically(path, lambda name: figure.savefig(name, dpi=180, format=ending))
+    axes.legend(frameon=False)
+    return figure

@@ -87,7 +87,11 @@ def prune(
         Path | None, typer.Option(help="Write the masks, 1 where weights stay, .safetensors.")
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw accuracy against sparsity, .png or .svg.")
+        Path | None,
+        typer.Option(
+            help="Draw accuracy against sparsity: .png, .svg or .pdf; .html for a page with all"
+            " results."
+        ),
     ] = None,
     seed: options.Seed = 0,
     progress: options.Progress = None,
@@ -111,7 +115,9 @@ def prune(
     )
     target = check_out(out, *given.files, suffixes=(".safetensors",))
     masks_target = check_out(masks, *given.files, suffixes=(".safetensors",))
-    picture_target = check_out(picture, *given.files, suffixes=(".png", ".svg"))
+    from hcurv.report.picture import PICTURE_ENDINGS
+
+    picture_target = check_out(picture, *given.files, suffixes=PICTURE_ENDINGS)
     if target is not None and target == masks_target:
         raise typer.BadParameter("--out and --masks must be two files")
     from hcurv.applications.pruning import prune as prune_model
@@ -203,11 +209,22 @@ def _write(path: Path, tensors: dict[str, Any]) -> None:
 def _draw(thin: Pruning, path: Path) -> None:
     from matplotlib.figure import Figure
 
-    from hcurv.files import write_atomically
+    from hcurv.report.picture import ResultPage, save_picture
 
-    figure = Figure(figsize=(4.8, 3.6), layout="constrained")
-    axes = figure.subplots()
-    thin.draw(axes)
-    axes.grid(color="#e4e4e4")
-    kind = path.suffix.lower().removeprefix(".")
-    write_atomically(path, lambda name: figure.savefig(name, dpi=180, format=kind))
+    def draw() -> Figure:
+        figure = Figure(figsize=(4.8, 3.6), layout="constrained")
+        axes = figure.subplots()
+        thin.draw(axes)
+        axes.grid(color="#e4e4e4")
+        return figure
+
+    layers = [(name, f"{share:.1%} zeros") for name, share in thin.layer_sparsity.items()]
+    words = ResultPage(
+        "A smaller network",
+        f"{thin.sparsity:.1%} of the weights were removed, and the others corrected.",
+        "How good the network is against the share of its weights that are zero.",
+        layers,
+        _COLUMNS,
+        [_cells(step) for step in thin.record],
+    )
+    save_picture(path, draw, words)
