@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import combinations, product
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hcurv
+import oracles
 
 
 def seeded(factory: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
@@ -63,7 +67,7 @@ class QuarticLoss(hcurv.losses.Loss):
         return 4 * (outputs - targets) ** 3
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """One network with its loss and data, all in float64.
 
@@ -95,6 +99,11 @@ class Case:
         if self.oracle is not None:
             return self.oracle(outputs, self.targets)
         return self.loss(outputs, self.targets)
+
+    @cached_property
+    def dense(self) -> Tensor:
+        """The matrix, by the oracle."""
+        return oracles.gauss_newton(self.build(), self.loss_of_outputs, self.inputs)
 
     def operator(self, dtype: torch.dtype = torch.float64, **options: int) -> hcurv.GaussNewton:
         inputs = self.inputs.to(dtype)
@@ -243,8 +252,63 @@ CASES: dict[str, Case] = {
     ),
 }
 
+# Where nothing but the matrix matters, one loss is as good as another. These cases differ from
+# others in their loss alone.
+_SAME_NETWORK = {
+    "sum reduction",
+    "class weights",
+    "class weights, smoothing, ignored class",
+    "label smoothing",
+    "class probabilities",
+    "regression",
+    "regression, sum",
+    "logistic",
+    "own loss",
+}
+NETWORKS = tuple(name for name in CASES if name not in _SAME_NETWORK)
+# One case for each form in which a chain of layers is kept: narrow and wide outputs, full, diagonal
+# and redundant roots of the loss, one point, one layer, and frozen parameters at either end.
+_FORMS = (
+    "classifier",
+    "one point",
+    "one layer, no bias, squares",
+    "regression",
+    "own loss",
+    "first layer frozen",
+    "some biases frozen",
+    "last layer frozen, squares",
+    "hand-written",
+    "autoencoder",
+    "autoencoder, only biases",
+    "deep autoencoder, middle frozen",
+)
+
 all_cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-both_dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+all_forms = pytest.mark.parametrize("case", [CASES[name] for name in _FORMS], ids=_FORMS)
+DTYPES = (torch.float64, torch.float32)
+both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def pairwise(**values: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrize with few combinations, chosen so that every two values of two names meet.
+
+    A fault comes from one value or from two that meet, and hardly ever from three. Where a test is
+    not cheap, this finds the same faults as all combinations do.
+    """
+    choices = [list(options) for options in values.values()]
+
+    def pairs(combination: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
+        return set(combinations(enumerate(combination), 2))
+
+    candidates = {found: pairs(found) for found in product(*(range(len(c)) for c in choices))}
+    missing = set().union(*candidates.values())
+    parameters = []
+    while missing:
+        best = max(candidates, key=lambda found: len(candidates[found] & missing))
+        missing -= candidates[best]
+        row = [choice[index] for choice, index in zip(choices, best, strict=True)]
+        parameters.append(pytest.param(*row, id="-".join(map(str, row))))
+    return pytest.mark.parametrize(tuple(values), parameters)
 
 
 def assert_close(actual: Tensor, expected: Tensor, factor: float = 100.0) -> None:

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import hcurv
 import oracles
@@ -36,16 +36,12 @@ def linearised(case: Case, dtype: torch.dtype = torch.float64) -> FactoredMatrix
     return FactoredMatrix(ChainRoot(stored, WORKSPACE), WORKSPACE)
 
 
-def dense(case: Case) -> Tensor:
-    return oracles.gauss_newton(case.build(), case.loss_of_outputs, case.inputs)
-
-
 @both_dtypes
 @all_cases
 def test_linearised_products_are_those_of_the_gauss_newton_hessian(
     case: Case, dtype: torch.dtype
 ) -> None:
-    matrix, expected = linearised(case, dtype), dense(case)
+    matrix, expected = linearised(case, dtype), case.dense
     for count in (1, 3, 20):
         rhs = normal(len(expected), count).to(dtype)
         assert_close(matrix @ rhs, expected @ rhs.double(), 300)

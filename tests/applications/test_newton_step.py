@@ -9,7 +9,6 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, TensorDataset
 
 import hcurv
-import oracles
 from cases import CASES, labels, normal, seeded
 
 
@@ -93,7 +92,7 @@ def test_other_losses(name: str) -> None:
     step = hcurv.gauss_newton_step(
         case.build(), case.loss, (case.inputs, case.targets), damping=1e-1, tolerance=1e-8
     )
-    dense = oracles.gauss_newton(case.build(), case.loss_of_outputs, case.inputs)
+    dense = case.dense
     system = dense + 1e-1 * torch.eye(dense.shape[0], dtype=torch.float64)
     assert float((system @ step.flat + step.gradient).norm() / step.gradient.norm()) < 1e-6
 

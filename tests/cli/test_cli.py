@@ -23,6 +23,7 @@ from hcurv.cli.output import print_json
 from hcurv.cli.program import app
 from hcurv.experiments import demo as demonstration
 
+COMMANDS = get_command(app).commands
 DAMPING = 0.01
 
 
@@ -246,17 +247,19 @@ def test_diagonal_layer_by_layer(network: Network, tmp_path: Path) -> None:
     assert all(layer in printed for layer in LAYERS)
 
 
-def test_compare_reports(network: Network, tmp_path: Path) -> None:
+def test_compare_reports(network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = tmp_path / "report.html"
     arguments = ("compare", *network.options, "--storage", "0.3", "--damping", "0.01")
-    printed = succeed(*arguments, "--report", report)
-    assert "<html" in report.read_text()
-    assert list(tmp_path.iterdir()) == [report]
     document = succeed_json(*arguments)
     data = (network.inputs, network.targets)
     expected = hcurv.compare(
         network.model, torch.nn.CrossEntropyLoss(), data, storage=0.3, damping=0.01
     )
+    # What is shown needs no further measurement.
+    monkeypatch.setattr("hcurv.report.compare_methods.compare", lambda *_, **__: expected)
+    printed = succeed(*arguments, "--report", report)
+    assert "<html" in report.read_text()
+    assert list(tmp_path.iterdir()) == [report]
     assert [method["name"] for method in document["methods"]] == [m.name for m in expected.methods]
     for found, wanted in zip(document["methods"], expected.methods, strict=True):
         assert found["error"] == pytest.approx(wanted.error)
@@ -332,7 +335,7 @@ def shown_examples() -> list[str]:
     text = page.read_text().replace("\\\n", " ")
     blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
     sentences = re.findall(r"`(hcurv [^`]*)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
-    help_texts = [command.epilog or "" for command in get_command(app).commands.values()]
+    help_texts = [command.epilog or "" for command in COMMANDS.values()]
     lines = [line for block in (*blocks, *help_texts) for line in block.splitlines()]
     lines += [" ".join(sentence.split()) for sentence in sentences]
     found = [line.partition("#")[0].strip() for line in lines if line.strip().startswith("hcurv ")]
@@ -342,9 +345,9 @@ def shown_examples() -> list[str]:
 @pytest.mark.parametrize("line", shown_examples())
 def test_examples_are_understood(line: str) -> None:
     _, name, *arguments = line.split()
-    get_command(app).commands[name].make_context(name, arguments)  # raises on wrong usage
+    COMMANDS[name].make_context(name, arguments)  # raises on wrong usage
 
 
 def test_every_command_is_shown() -> None:
     shown = {line.split()[1] for line in shown_examples()}
-    assert shown == set(get_command(app).commands)
+    assert shown == set(COMMANDS)

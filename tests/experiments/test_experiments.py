@@ -15,7 +15,7 @@ from hcurv.experiments.measure import peak_extra_bytes
 
 
 def test_the_demonstration_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    demo.main(tmp_path, sizes=(64, 16, 10), num_points=300)
+    demo.main(tmp_path, sizes=(64, 16, 10), num_points=100)
     printed = capsys.readouterr().out
     assert "H is 1210 x 1210" in printed
     assert "agrees with automatic differentiation" in printed
@@ -27,7 +27,7 @@ def test_the_demonstration_runs(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_the_example_is_what_is_run(capsys: pytest.CaptureFixture[str]) -> None:
-    inputs, labels = digits()
+    inputs, labels = (values[:100] for values in digits())
     scope: dict[str, object] = {"hcurv": hcurv, "inputs": inputs, "labels": labels}
     scope |= {
         "model": demo.train(inputs, labels, (64, 16, 10)),

@@ -16,98 +16,93 @@ from hcurv.experiments.reference_networks import REFERENCE_NETWORKS
 from hcurv.experiments.reproduce import TABLES, reproduce
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("results")
-
-
 def cells(path: Path) -> list[list[str]]:
     lines = [line for line in path.read_text().splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_quick_run(name: str, folder: Path) -> None:
-    path = reproduce(name, folder, quick=True)
-    assert path == folder / f"{name}-quick.md"
-    rows = json.loads((folder / f"{name}-quick.json").read_text())["rows"]
+def test_quick_run(name: str, tmp_path: Path) -> None:
+    path = reproduce(name, tmp_path, quick=True)
+    assert path == tmp_path / f"{name}-quick.md"
+    rows = json.loads((tmp_path / f"{name}-quick.json").read_text())["rows"]
     assert list(rows) == list(TABLES[name].rows(True))
     for row in rows.values():
         assert row["seconds"] > 0
         assert {"torch", "python", "hcurv"} <= set(row["versions"])
         assert row["machine"]["threads"] >= 1
+    check_values(name, [row["values"] for row in rows.values()])
     header, *lines = cells(path)
     assert lines
     assert all(len(line) == len(header) for line in lines)
     text = path.read_text()
     assert f"hcurv reproduce {name} --quick" in text
-    assert (folder / f"{name}-quick.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / f"{name}-quick.png").read_bytes().startswith(b"\x89PNG")
     assert f"({name}-quick.png)" in text
 
 
-def test_quick_values_make_sense(folder: Path) -> None:
-    """Of the files that the runs above have left, or made here."""
-    values: dict[str, list[dict[str, Any]]] = {}
-    for name in TABLES:
-        reproduce(name, folder, quick=True)
-        rows = json.loads((folder / f"{name}-quick.json").read_text())["rows"]
-        values[name] = [row["values"] for row in rows.values()]
-    for row in values["cost-accuracy"]:
-        assert row["tree"]["error"] < 0.1
-        assert row["default"]["error"] < 1.5e-2
-        assert 0 < row["default"]["storage"] < 1
-    for row in values["comparison"]:
-        assert row["hm_storage"] <= 0.05
-        assert row["hm_error"] < row["kfac_exact_error"]
-    sampling = json.loads((folder / "sampling-quick.json").read_text())["rows"]
-    for row in sampling.values():
-        errors = row["values"]["errors"]
-        assert errors[0] > errors[-1] > 0
-    for row in values["sampled-compression"]:
-        assert row["errors"] == sorted(row["errors"], reverse=True)
-        assert 0 < row["errors"][-1] < 0.5
-    magnitude, steps = values["pruning"]
-    assert steps["accuracies"]["0.95"] > magnitude["accuracies"]["0.95"] + 10
-    assert steps["dense"] == magnitude["dense"] > steps["accuracies"]["0.95"]
-    for row in values["training"]:
-        assert row["loss"] < row["curve"][0][1]
-    for row in values["complexity"]:
-        assert all(row[method]["solve"] > 0 for method in ("MF", "RSVD", "K-FAC", "HM"))
+def check_values(name: str, rows: list[dict[str, Any]]) -> None:
+    """What was measured makes sense."""
+    if name == "pruning":
+        magnitude, steps = rows
+        assert steps["accuracies"]["0.95"] > magnitude["accuracies"]["0.95"] + 10
+        assert steps["dense"] == magnitude["dense"] > steps["accuracies"]["0.95"]
+    for row in rows:
+        if name == "cost-accuracy":
+            assert row["tree"]["error"] < 0.1
+            assert row["default"]["error"] < 1.5e-2
+            assert 0 < row["default"]["storage"] < 1
+        elif name == "comparison":
+            assert row["hm_storage"] <= 0.05
+            assert row["hm_error"] < row["kfac_exact_error"]
+        elif name == "sampling":
+            assert row["errors"][0] > row["errors"][-1] > 0
+        elif name == "sampled-compression":
+            assert row["errors"] == sorted(row["errors"], reverse=True)
+            assert 0 < row["errors"][-1] < 0.5
+        elif name == "training":
+            assert row["loss"] < row["curve"][0][1]
+        elif name == "complexity":
+            assert all(row[method]["solve"] > 0 for method in ("MF", "RSVD", "K-FAC", "HM"))
 
 
-def test_a_row_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[str] = []
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The networks that a table of made-up values has measured; the second one stops it once."""
+    names: list[str] = []
+    found = {"storage": 0.1, "error": 0.1, "build_seconds": 1.0, "product_seconds": float("nan")}
 
     def measure(settings: dict[str, Any], data: str | None) -> dict[str, Any]:
-        measured.append(settings["network"])
-        if settings["network"] == "AE (digits)" and len(measured) < 3:
+        names.append(settings["network"])
+        if settings["network"] == "AE (digits)" and len(names) < 3:
             raise KeyboardInterrupt
         return {"size": 1, "dense_product_seconds": None, "tree": found, "default": found}
 
-    found = {"storage": 0.1, "error": 0.1, "build_seconds": 1.0, "product_seconds": float("nan")}
     table = replace(TABLES["cost-accuracy"], measure=measure)
     monkeypatch.setitem(TABLES, "cost-accuracy", table)
+    monkeypatch.setattr(module, "_markdown", lambda *_: "")
+    monkeypatch.setattr(module, "_draw", lambda *_: None)
+    return names
+
+
+def test_a_row_is_measured_once_with_the_same_settings(tmp_path: Path, measured: list[str]) -> None:
+    path = tmp_path / "cost-accuracy-quick.json"
     with pytest.raises(KeyboardInterrupt):
         reproduce("cost-accuracy", tmp_path, quick=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["cost-accuracy-quick.json"]
-    reproduced = json.loads((tmp_path / "cost-accuracy-quick.json").read_text())
-    assert list(reproduced["rows"]) == ["classifier (digits)"]
-    assert reproduced["rows"]["classifier (digits)"]["values"]["tree"]["product_seconds"] is None
-    monkeypatch.setattr(module, "_markdown", lambda *_: "")
+    assert list(tmp_path.iterdir()) == [path]
+    rows = json.loads(path.read_text())["rows"]
+    assert list(rows) == ["classifier (digits)"]
+    assert rows["classifier (digits)"]["values"]["tree"]["product_seconds"] is None
     reproduce("cost-accuracy", tmp_path, quick=True)
     reproduce("cost-accuracy", tmp_path, quick=True)
     assert measured == ["classifier (digits)", "AE (digits)", "AE (digits)"]
-
-
-def test_other_settings_are_measured_anew(folder: Path) -> None:
-    reproduce("memory", folder, quick=True)
-    path = folder / "memory-quick.json"
     content = json.loads(path.read_text())
     content["rows"]["AE (digits)"]["settings"]["num_points"] = 7
     content["rows"]["AE (digits)"]["values"]["size"] = 123
     path.write_text(json.dumps(content))
-    reproduce("memory", folder, quick=True)
-    assert json.loads(path.read_text())["rows"]["AE (digits)"]["values"]["size"] == 1354
+    reproduce("cost-accuracy", tmp_path, quick=True)
+    assert measured[3:] == ["AE (digits)"]
+    assert json.loads(path.read_text())["rows"]["AE (digits)"]["values"]["size"] == 1
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"format": 1}', '{"format": 9, "rows": {}}'])

@@ -11,40 +11,41 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hcurv
-from cases import CASES, both_dtypes, normal
+from cases import CASES, DTYPES, NETWORKS, normal, pairwise
 from matrices import KERNELS, compress_tree, kernel_matrix
 
 OPTIONS = {"leaf_size": 20}
 
 
-@both_dtypes
-@pytest.mark.parametrize("tolerance", [3e-1, 1e-2, 1e-4])
-@pytest.mark.parametrize("dimension", [1, 3])
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_kernel_matrices(kernel: str, dimension: int, tolerance: float, dtype: torch.dtype) -> None:
+@pairwise(
+    tolerance=(3e-1, 1e-2, 1e-4),
+    relative=(1e-1, 1e-3, 1e-6),
+    kernel=KERNELS,
+    dimension=(1, 3),
+    dtype=DTYPES,
+)
+def test_kernel_matrices(
+    kernel: str, dimension: int, tolerance: float, relative: float, dtype: torch.dtype
+) -> None:
     dense = kernel_matrix(kernel, 233, dimension).to(dtype)
-    largest = float(torch.linalg.eigvalsh(dense.double())[-1])
+    damping = relative * float(torch.linalg.eigvalsh(dense.double())[-1])
     plain = compress_tree(dense, tolerance=tolerance, leaf_size=20).relative_error(dense)
-    for relative in (1e-1, 1e-3, 1e-6):
-        damping = relative * largest
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", hcurv.CompressionWarning)
-            matrix = compress_tree(dense, tolerance=tolerance, damping=damping, **OPTIONS)
-        assert float(torch.linalg.eigvalsh(matrix.to_dense().double())[0]) > -0.6 * damping
-        assert matrix.relative_error(dense) <= max(1.6 * plain, tolerance)
-        for factor in (1.0, 3.0, 1e4):
-            matrix.factorize(factor * damping)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", hcurv.CompressionWarning)
+        matrix = compress_tree(dense, tolerance=tolerance, damping=damping, **OPTIONS)
+    assert float(torch.linalg.eigvalsh(matrix.to_dense().double())[0]) > -0.6 * damping
+    assert matrix.relative_error(dense) <= max(1.6 * plain, tolerance)
+    for factor in (1.0, 3.0, 1e4):
+        matrix.factorize(factor * damping)
 
 
-@both_dtypes
-@pytest.mark.parametrize("name", CASES)
-def test_gauss_newton(name: str, dtype: torch.dtype) -> None:
+@pairwise(name=NETWORKS, dtype=DTYPES, relative=(1e-2, 1e-5))
+def test_gauss_newton(name: str, dtype: torch.dtype, relative: float) -> None:
     operator = CASES[name].operator(dtype)
     largest = max(1.0, float(torch.linalg.eigvalsh(operator.to_dense().double())[-1]))
-    for relative in (1e-2, 1e-5):
-        matrix = compress_tree(operator, max_rank=3, leaf_size=8, damping=relative * largest)
-        assert matrix.record.damping == relative * largest
-        matrix.factorize(relative * largest)
+    matrix = compress_tree(operator, max_rank=3, leaf_size=8, damping=relative * largest)
+    assert matrix.record.damping == relative * largest
+    matrix.factorize(relative * largest)
 
 
 @given(

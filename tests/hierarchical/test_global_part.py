@@ -12,7 +12,7 @@ from test_factorization import check_factorization, damped
 from torch import Tensor
 
 import hcurv
-from cases import CASES, assert_close, both_dtypes, normal
+from cases import assert_close, both_dtypes, normal
 from conformance import check_operator
 from hcurv.hierarchical.parts.global_part import GlobalPart, Remainder
 from hcurv.linalg.nystrom import nystrom
@@ -218,15 +218,6 @@ def test_any_shape(
     )
     assert_close(matrix.to_dense(), dense, 1e10)
     check_factorization(matrix, 1.0)
-
-
-@both_dtypes
-@pytest.mark.parametrize("name", CASES)
-def test_gauss_newton(name: str, dtype: torch.dtype) -> None:
-    operator = CASES[name].operator(dtype)
-    matrix = hcurv.compress(operator, tolerance=1e-4, leaf_size=8, global_rank=4)
-    assert matrix.relative_error(operator) < 1e-3
-    check_factorization(matrix, 1e-1 * max(1.0, float(matrix.diagonal().max())))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_factorization import damped
 
 import hcurv
-from cases import CASES, assert_close, both_dtypes, normal
+from cases import CASES, DTYPES, NETWORKS, assert_close, both_dtypes, normal, pairwise
 from conformance import check_operator
 from hcurv.hierarchical.near_field.interactions import Interactions, near_leaves
 from hcurv.sources import DenseMatrix
@@ -68,9 +68,7 @@ def test_near_leaves_hold_the_neighbours() -> None:
 OPTIONS = {"leaf_size": 16, "global_rank": 0, "ordering": "angle"}
 
 
-@both_dtypes
-@pytest.mark.parametrize("method", ["sketch", "neighbors"])
-@pytest.mark.parametrize("budget", [0.1, 0.4])
+@pairwise(budget=(0.1, 0.4), method=("sketch", "neighbors"), dtype=DTYPES)
 def test_conformance(budget: float, method: str, dtype: torch.dtype) -> None:
     dense = kernel_matrix("gaussian", 203, 2).to(dtype)
     dense[9] = dense[:, 9] = 0
@@ -150,7 +148,7 @@ def test_together_with_a_global_part() -> None:
     assert_close(factors.to_dense(), torch.linalg.inv(damped(plain, 3.0)), 1e6)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NETWORKS)
 def test_gauss_newton(name: str) -> None:
     operator = CASES[name].operator()
     matrix = hcurv.compress(operator, tolerance=1e-4, leaf_size=4, global_rank=0, near_budget=0.5)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import hcurv
-from cases import assert_close, both_dtypes, normal
+from cases import DTYPES, assert_close, both_dtypes, normal, pairwise
 from hcurv.hierarchical.matrix import vector_product
 from hcurv.hierarchical.parts import vector_steps
 from hcurv.hierarchical.parts.global_part import GlobalPart, GlobalUpdate
@@ -75,10 +75,12 @@ def check_solves(matrix: hcurv.HMatrix, damping: float | Tensor, **options: Any)
         assert_close(factors.sqrt_solve(both[:, 0]), factors.sqrt_solve(both)[:, 0].double(), slack)
 
 
-@both_dtypes
-@pytest.mark.parametrize(("size", "num_zero"), [(203, 0), (150, 17), (64, 1)])
-@pytest.mark.usefixtures("path")
-def test_trees(dtype: torch.dtype, size: int, num_zero: int) -> None:
+@pairwise(path=PATHS, rows=((203, 0), (150, 17), (64, 1)), dtype=DTYPES)
+def test_trees(
+    path: str, rows: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose_path(monkeypatch, path)
+    size, num_zero = rows
     matrix = compress_tree(kernel(size, num_zero).to(dtype), tolerance=1e-3, leaf_size=8)
     check_vector(matrix, matrix.to_dense())
     check_solves(matrix, 0.5)

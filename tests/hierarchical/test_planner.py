@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import hcurv
-from cases import CASES, both_dtypes, normal, seeded
+from cases import CASES, NETWORKS, both_dtypes, normal, seeded
 from hcurv.experiments import datasets
 from matrices import kernel_matrix
 
@@ -73,10 +73,10 @@ def test_nothing_is_planned_where_nothing_is_open() -> None:
 
 
 def digits_networks() -> dict[str, hcurv.GaussNewton]:
-    images = datasets.digits()[0][:400]
-    classifier = seeded(lambda: nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10)))
+    images = datasets.digits()[0][:200]
+    classifier = seeded(lambda: nn.Sequential(nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 10)))
     autoencoder = seeded(
-        lambda: nn.Sequential(nn.Linear(64, 6), nn.Softplus(), nn.Linear(6, 64), nn.Sigmoid())
+        lambda: nn.Sequential(nn.Linear(64, 4), nn.Softplus(), nn.Linear(4, 64), nn.Sigmoid())
     )
     return {
         "classifier": hcurv.GaussNewton(classifier, nn.CrossEntropyLoss(), images),
@@ -124,7 +124,7 @@ def test_storage_and_tolerance_together() -> None:
     assert matrix.num_stored == 300 * 4
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NETWORKS)
 def test_any_network(name: str) -> None:
     operator = CASES[name].operator()
     matrix = hcurv.compress(operator, tolerance=1e-3)

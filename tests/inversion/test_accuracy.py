@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
 import hcurv
-from cases import Case, both_dtypes, labels, normal, seeded
+from cases import DTYPES, Case, labels, normal, pairwise, seeded
 from matrices import kernel_matrix
 
-NUM_PROBLEMS = 200
+NUM_PROBLEMS = 128
 
 
 @dataclass
@@ -145,7 +145,7 @@ def covers(estimate: hcurv.Estimate, truth: float, rounding: float) -> bool:
     return estimate.value / 2 - slack <= truth <= 2 * estimate.value + slack
 
 
-def test_estimates_cover_the_true_errors_in_95_per_cent_of_200_problems() -> None:
+def test_estimates_cover_the_true_errors_in_95_per_cent_of_problems() -> None:
     """λ/λ₁ from 1e-1 to 1e-8, networks and kernel matrices, both float types."""
     hits: dict[str, list[bool]] = {"solve": [], "variance": [], "logdet": [], "kl": []}
     for index in range(NUM_PROBLEMS):
@@ -193,11 +193,11 @@ def network_problem(num_points: int, dtype: torch.dtype, ratio: float) -> Proble
     return Problem(case.operator(dtype), dense, probes, None, damping)
 
 
-@pytest.mark.parametrize(
-    "method", ["parameters", "samples", "iterations", "subset", "compressed", "compressed-samples"]
+@pairwise(
+    method=("parameters", "samples", "iterations", "subset", "compressed", "compressed-samples"),
+    ratio=(1e-1, 1e-4),
+    dtype=DTYPES,
 )
-@pytest.mark.parametrize("ratio", [1e-1, 1e-4])
-@both_dtypes
 def test_every_way_states_errors_that_cover_the_true_ones(
     method: str, ratio: float, dtype: torch.dtype
 ) -> None:

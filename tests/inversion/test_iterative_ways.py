@@ -15,7 +15,6 @@ from cases import CASES, Case, assert_close, both_dtypes, labels, normal
 from conformance import check_factorized
 from hcurv.inversion.iterative import IterativeFactorization
 from hcurv.inversion.sample_space import SampleSpaceFactorization
-from oracles import gauss_newton
 
 METHODS = ("iterations", "subset", "compressed", "compressed-samples")
 every_method = pytest.mark.parametrize("method", METHODS)
@@ -55,7 +54,7 @@ class Truth:
     """H of a case, by `torch.func`, and the inverse of H + D, in double precision."""
 
     def __init__(self, case: Case, ratio: float, damping: Tensor | None = None) -> None:
-        self.dense = dense_of(case)
+        self.dense = case.dense
         size = len(self.dense)
         self.largest = float(torch.linalg.eigvalsh(self.dense)[-1])
         self.damping = ratio * (self.largest if self.largest > 0 else 1.0)
@@ -94,16 +93,6 @@ class Truth:
         assert abs(float(factorized.logdet()) - logdet) < (allowed + 10 * rounding) * len(self.rhs)
 
 
-_DENSE: dict[int, Tensor] = {}
-
-
-def dense_of(case: Case) -> Tensor:
-    """H of a case, which must live as long as this module."""
-    if id(case) not in _DENSE:
-        _DENSE[id(case)] = gauss_newton(case.build(), case.loss_of_outputs, case.inputs)
-    return _DENSE[id(case)]
-
-
 @cache
 def operator(name: str, dtype: torch.dtype = torch.float64) -> hcurv.GaussNewton:
     return CASES[name].operator(dtype)
@@ -134,7 +123,7 @@ def test_all_that_a_factorization_can_do(method: str, num_points: int) -> None:
     matrix = small_network(num_points).operator()
     check_factorized(
         lambda given: matrix.factorize(given, FINE, method=method),
-        dense_of(small_network(num_points)),
+        small_network(num_points).dense,
         by_row(39),
         # Half of the 16 digits are left by the tolerance.
         digits=0.5,
@@ -147,7 +136,7 @@ def test_one_damping_and_its_derivative(method: str) -> None:
     case = small_network(10)
     matrix = case.operator()
     check_factorized(
-        lambda given: matrix.factorize(given, FINE, method=method), dense_of(case), 0.02, digits=0.5
+        lambda given: matrix.factorize(given, FINE, method=method), case.dense, 0.02, digits=0.5
     )
 
 
@@ -158,7 +147,7 @@ def test_dampings_by_name(method: str) -> None:
     names = {"0": 0.1, "2.weight": 0.02, "2.bias": 0.3}
     check_factorized(
         lambda given: matrix.factorize(given, FINE, method=method),
-        dense_of(case),
+        case.dense,
         matrix.layout.expand(names),
         names=names,
         digits=0.5,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import hcurv
-from cases import assert_close, both_dtypes, normal
+from cases import assert_close, both_dtypes, normal, pairwise
 from hcurv.linalg.block_conjugate_gradients import BlockResult, block_cg
 
 
@@ -68,9 +68,9 @@ class System:
         assert float(self.errors(found.solution).max()) <= 3 * tolerance + self.rounding
 
 
-@pytest.mark.parametrize("num_columns", [1, 2, 7, 64, 65, 150])
-@pytest.mark.parametrize("condition", [1.0, 1e2, 1e4])
-@pytest.mark.parametrize("tolerance", [1e-2, 1e-5, 1e-9])
+@pairwise(
+    num_columns=(1, 2, 7, 64, 65, 150), condition=(1.0, 1e2, 1e4), tolerance=(1e-2, 1e-5, 1e-9)
+)
 def test_residual_and_error_reach_the_tolerance(
     num_columns: int, condition: float, tolerance: float
 ) -> None:
@@ -97,9 +97,7 @@ def test_residuals_are_those_of_the_solution(num_columns: int, dtype: torch.dtyp
         assert found.converged == (max_iterations == 200)
 
 
-@pytest.mark.parametrize("condition", [1e2, 1e4])
-@pytest.mark.parametrize("num_columns", [1, 4])
-@pytest.mark.parametrize("tolerance", [1e-1, 1e-2, 1e-4])
+@pairwise(tolerance=(1e-1, 1e-2, 1e-4), num_columns=(1, 4), condition=(1e2, 1e4))
 def test_estimated_errors_are_within_a_factor_of_three(
     num_columns: int, condition: float, tolerance: float
 ) -> None:
@@ -111,9 +109,7 @@ def test_estimated_errors_are_within_a_factor_of_three(
     assert float(ratios.max()) < 3
 
 
-@pytest.mark.parametrize("condition", [1e2, 1e4, 1e6])
-@pytest.mark.parametrize("num_columns", [16, 32])
-@pytest.mark.parametrize("tolerance", [1e-1, 1e-2, 1e-4])
+@pairwise(tolerance=(1e-1, 1e-2, 1e-4), num_columns=(16, 32), condition=(1e2, 1e4, 1e6))
 def test_estimated_errors_are_not_too_small_where_blocks_span_everything(
     num_columns: int, condition: float, tolerance: float
 ) -> None:
@@ -138,9 +134,7 @@ def test_errors_are_never_larger_than_those_of_single_columns(
         assert bool((together <= allowed).all())
 
 
-@pytest.mark.parametrize("num_columns", [2, 5, 20, 60])
-@pytest.mark.parametrize("condition", [1e2, 1e4])
-@pytest.mark.parametrize("tolerance", [1e-2, 1e-6])
+@pairwise(num_columns=(2, 5, 20, 60), condition=(1e2, 1e4), tolerance=(1e-2, 1e-6))
 def test_no_more_iterations_than_single_columns(
     num_columns: int, condition: float, tolerance: float
 ) -> None:

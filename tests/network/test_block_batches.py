@@ -11,12 +11,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_gauss_newton import dense, random_cases
+from test_gauss_newton import random_cases
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hcurv
-from cases import CASES, Case, all_cases, assert_close, both_dtypes, labels, normal, seeded
+from cases import (
+    CASES,
+    Case,
+    all_cases,
+    all_forms,
+    assert_close,
+    both_dtypes,
+    labels,
+    normal,
+    seeded,
+)
 from hcurv.network import block_batches
 from hcurv.network.block_batches.tuning import BlockTuning
 from hcurv.network.sampling import SampledEntries, Scheme
@@ -68,7 +78,7 @@ def check_blocks(
 @both_dtypes
 @all_cases
 def test_blocks_equal_the_oracle(case: Case, dtype: torch.dtype) -> None:
-    check_blocks(case.operator(dtype), dense(case))
+    check_blocks(case.operator(dtype), case.dense)
 
 
 def check_tuned(name: str, tuning: BlockTuning) -> None:
@@ -76,7 +86,7 @@ def check_tuned(name: str, tuning: BlockTuning) -> None:
     evaluate = functools.partial(
         block_batches.blocks, operator.root.factors, workspace=2**28, tuning=tuning
     )
-    check_blocks(operator, dense(CASES[name]), evaluate)
+    check_blocks(operator, CASES[name].dense, evaluate)
 
 
 # With these costs one way is taken wherever it can be.
@@ -106,11 +116,11 @@ def test_every_way_gives_the_same(name: str, tuning: BlockTuning) -> None:
     check_tuned(name, tuning)
 
 
-@all_cases
+@all_forms
 def test_little_workspace_changes_nothing(case: Case) -> None:
     operator = case.operator()  # small blocks together, others alone
     evaluate = functools.partial(block_batches.blocks, operator.root.factors, workspace=8000)
-    check_blocks(operator, dense(case), evaluate)
+    check_blocks(operator, case.dense, evaluate)
 
 
 @pytest.mark.parametrize("name", SOME_CASES)
@@ -136,7 +146,7 @@ def test_large_blocks_are_done_alone() -> None:
 @given(random_cases(), st.integers(0, 2**16))
 @settings(max_examples=25)
 def test_random_networks_equal_the_oracle(case: Case, seed: int) -> None:
-    expected, operator = dense(case), case.operator()
+    expected, operator = case.dense, case.operator()
     size = expected.shape[0]
     rows, cols = pick(5, 8, size, seed), pick(5, 3, size, seed + 1)
     assert_close(operator.blocks(rows, cols), expected_blocks(expected, rows, cols), 1e3)

@@ -10,7 +10,17 @@ from torch import nn
 
 import hcurv
 import oracles
-from cases import CASES, Case, all_cases, assert_close, both_dtypes, labels, normal, seeded
+from cases import (
+    CASES,
+    Case,
+    all_cases,
+    all_forms,
+    assert_close,
+    both_dtypes,
+    labels,
+    normal,
+    seeded,
+)
 from conformance import check_operator
 from hcurv.network import entries, products
 from hcurv.network.entries import EntrySizes
@@ -23,20 +33,16 @@ from hcurv.network.products import ProductSizes
 from hcurv.network.scratch import Scratch
 
 
-def dense(case: Case) -> torch.Tensor:
-    return oracles.gauss_newton(case.build(), case.loss_of_outputs, case.inputs)
-
-
 @both_dtypes
 @all_cases
 def test_operator_is_the_gauss_newton_hessian(case: Case, dtype: torch.dtype) -> None:
-    check_operator(case.operator(dtype), dense(case))
+    check_operator(case.operator(dtype), case.dense)
 
 
 @both_dtypes
 @all_cases
 def test_entries_and_blocks_equal_the_oracle(case: Case, dtype: torch.dtype) -> None:
-    expected, operator = dense(case), case.operator(dtype)
+    expected, operator = case.dense, case.operator(dtype)
     size = expected.shape[0]
     rows, cols = labels(40, size, seed=3), labels(23, size, seed=4)  # with repetitions, unsorted
     assert_close(operator[rows, cols], expected[rows][:, cols])
@@ -108,7 +114,7 @@ class InSmallSteps(hcurv.SymmetricOperator):
         return entries.block(self.factors, every, every, self.workspace, sizes=self.entry_sizes)
 
 
-@all_cases
+@all_forms
 def test_little_workspace_changes_nothing(case: Case) -> None:
     operator = InSmallSteps(
         case,
@@ -119,7 +125,7 @@ def test_little_workspace_changes_nothing(case: Case) -> None:
         ),
         max_batch=3,
     )
-    expected = dense(case)
+    expected = case.dense
     check_operator(operator, expected)
     rows, cols = labels(40, len(expected), seed=3), labels(40, len(expected), seed=4)
     values = entries.pairs(operator.factors, rows, cols, 400, operator.entry_sizes)
@@ -204,7 +210,7 @@ def test_products_through_wide_outputs(
         return nn.Sequential(nn.Linear(15, 4), nn.Tanh(), nn.Linear(4, 33), output())
 
     case = Case(model, nn.MSELoss(), normal(30, 15), normal(30, 33, seed=1), frozen)
-    expected = dense(case)
+    expected = case.dense
     sizes = ProductSizes(
         max_points=13,  # several ranges of points
         caches=CacheSizes(output_floats=100),  # and of outputs
@@ -246,7 +252,7 @@ def random_cases(draw: st.DrawFn) -> Case:
 
 @given(random_cases(), st.integers(0, 2**16))
 def test_random_networks_equal_the_oracle(case: Case, seed: int) -> None:
-    expected, operator = dense(case), case.operator()
+    expected, operator = case.dense, case.operator()
     size = expected.shape[0]
     rows, cols = labels(7, size, seed), labels(9, size, seed + 1)
     assert_close(operator.to_dense(), expected)
@@ -290,7 +296,7 @@ def test_data_loader_gives_what_the_tensor_gives() -> None:
     data = torch.utils.data.TensorDataset(case.inputs, case.targets)
     loader = torch.utils.data.DataLoader(data, batch_size=4)  # 4 + 4 + 3 points
     operator = hcurv.GaussNewton(case.build(), case.loss, loader)
-    assert_close(operator.to_dense(), dense(case))
+    assert_close(operator.to_dense(), case.dense)
     assert_close(operator.gradient(), case.operator().gradient())
 
 
@@ -309,7 +315,7 @@ def test_training_further_does_not_change_the_matrix() -> None:
 
 def test_dead_units_and_blank_inputs_give_exact_zeros() -> None:
     for name in ("dead units", "blank inputs"):
-        expected = dense(CASES[name])
+        expected = CASES[name].dense
         zero = expected.diagonal() == 0
         assert zero.any()
         assert torch.equal(CASES[name].operator().diagonal() == 0, zero)

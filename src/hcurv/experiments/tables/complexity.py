@@ -49,16 +49,14 @@ _PAPER = {
 
 def rows(quick: bool) -> dict[str, Settings]:
     """List networks of growing width with the same points, and one network with more points."""
-    inputs = 16 if quick else 128
-    widths = (8, 16) if quick else (64, 128, 256, 512)
-    points = (100, 200) if quick else (500, 1000, 2000, 4000, 8000)
+    inputs = 8 if quick else 128
+    widths = (4, 8) if quick else (64, 128, 256, 512)
+    points = (50, 100) if quick else (500, 1000, 2000, 4000, 8000)
     fixed = {"width": widths[1], "num_points": points[1], "inputs": inputs}
     found = {f"width {w}": {**fixed, "width": w, "grows": "N"} for w in widths}
     found |= {f"{n} points": {**fixed, "num_points": n, "grows": "n"} for n in points}
-    return {
-        name: {**settings, "rank": 8 if quick else 64, "seed": 0}
-        for name, settings in found.items()
-    }
+    common = {"rank": 8, "seed": 0, "repeats": 1} if quick else {"rank": 64, "seed": 0}
+    return {name: {**settings, **common} for name, settings in found.items()}
 
 
 def measure(settings: Settings, data: str | None) -> Values:
@@ -86,14 +84,15 @@ def measure(settings: Settings, data: str | None) -> Values:
         "K-FAC": lambda: KFAC(model, loss, points, structure="block-tridiagonal"),
         "HM": hierarchical,
     }
+    repeats = settings.get("repeats", 3)
     found: Values = {"size": matrix.shape[0]}
     for name, build in builders.items():
         operator: Any = build()
         solve = partial(operator.factorize(damping).solve, rhs)
         found[name] = {
-            "construction": best_time(build, 3, 30),
+            "construction": best_time(build, repeats, 30),
             "storage": float(operator.num_stored),
-            "solve": best_time(solve, 3, 30),
+            "solve": best_time(solve, repeats, 30),
         }
     return found
 

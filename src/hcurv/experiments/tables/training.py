@@ -94,8 +94,8 @@ _FULL = {
     ),
 }
 _QUICK = {
-    "digits autoencoder": _problem(500, 0.4, 100, [0.1], [(0.1, 0.1)]),
-    "physics-informed (quick)": _problem(60, 0.4, 60, [1e-6], [(0.01, 1.0)]),
+    "digits autoencoder": _problem(500, 0.2, 100, [0.1], [(0.1, 0.1)]),
+    "physics-informed (quick)": _problem(60, 0.2, 60, [1e-6], [(0.01, 1.0)]),
 }
 
 
