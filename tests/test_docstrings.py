@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import doctest
 import inspect
+import re
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -112,9 +113,11 @@ def predefined() -> dict[str, object]:
 def test_example_runs(
     name: str, predefined: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scope = {"hcurv": hcurv, "torch": torch, **copy.deepcopy(predefined)}
+    text = docstring(name)
+    used = {word: value for word, value in predefined.items() if re.search(rf"\b{word}\b", text)}
+    scope = {"hcurv": hcurv, "torch": torch, **copy.deepcopy(used)}
     example = doctest.DocTestParser().get_doctest(
-        docstring(name), scope, name, inspect.getsourcefile(hcurv), None
+        text, scope, name, inspect.getsourcefile(hcurv), None
     )
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     monkeypatch.chdir(tmp_path)

@@ -10,7 +10,17 @@ from torch import nn
 
 import hcurv
 import oracles
-from cases import CASES, Case, all_cases, assert_close, both_dtypes, labels, normal, seeded
+from cases import (
+    CASES,
+    Case,
+    all_cases,
+    all_forms,
+    assert_close,
+    both_dtypes,
+    labels,
+    normal,
+    seeded,
+)
 from conformance import check_operator
 from hcurv.network import linearised_products, precompute, products
 from hcurv.network.chain_root import ChainRoot
@@ -52,7 +62,7 @@ def test_linearised_products_are_those_of_the_gauss_newton_hessian(
     assert_close(matrix.to_dense(), expected)
 
 
-@all_cases
+@all_forms
 def test_both_ways_agree(case: Case) -> None:
     problem = read(case)
     with torch.no_grad():

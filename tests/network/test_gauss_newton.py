@@ -118,8 +118,8 @@ class InSmallSteps(hcurv.SymmetricOperator):
 def test_little_workspace_changes_nothing(case: Case) -> None:
     operator = InSmallSteps(
         case,
-        workspace=400,
-        entry_sizes=EntrySizes(cache_floats=3, cache_points=3, tile=3),
+        workspace=1000,
+        entry_sizes=EntrySizes(cache_floats=3, cache_points=3, tile=5),
         product_sizes=ProductSizes(
             stream_floats=7, min_points=2, caches=CacheSizes(sum_floats=5, output_floats=5)
         ),
@@ -128,7 +128,7 @@ def test_little_workspace_changes_nothing(case: Case) -> None:
     expected = case.dense
     check_operator(operator, expected)
     rows, cols = labels(40, len(expected), seed=3), labels(40, len(expected), seed=4)
-    values = entries.pairs(operator.factors, rows, cols, 400, operator.entry_sizes)
+    values = entries.pairs(operator.factors, rows, cols, 1000, operator.entry_sizes)
     assert_close(values, expected[rows, cols])
 
 

@@ -14,17 +14,6 @@ from hcurv.report import inverse_errors
 from hcurv.report.inverse_errors import ExactInverses, InverseMeasurement
 
 
-@pytest.fixture(scope="module")
-def problem() -> tuple[nn.Module, nn.Module, torch.Tensor]:
-    model = seeded(lambda: nn.Sequential(nn.Linear(30, 12), nn.ReLU(), nn.Linear(12, 5)))
-    return model, nn.CrossEntropyLoss(), normal(100, 30).float()
-
-
-@pytest.fixture(scope="module")
-def comparison(problem: tuple[nn.Module, nn.Module, torch.Tensor]) -> hcurv.Comparison:
-    return hcurv.compare(*problem, storage=0.25)
-
-
 def test_every_method_is_there(comparison: hcurv.Comparison) -> None:
     found = {method.name: method for method in comparison.methods}
     assert list(found) == [
