@@ -15,12 +15,24 @@ from torch import Tensor, nn
 
 import hcurv
 import oracles
-from cases import CASES, Case, QuarticLoss, all_cases, assert_close, both_dtypes, labels, normal
+from cases import (
+    CASES,
+    DTYPES,
+    Case,
+    QuarticLoss,
+    all_cases,
+    assert_close,
+    both_dtypes,
+    labels,
+    normal,
+    pairwise,
+)
 from hcurv.losses import Loss, as_loss
 from oracles import hessian
 
 Shape: TypeAlias = tuple[int, ...]
 
+REDUCTIONS = ("mean", "sum")
 SHAPES = [(4, 3), (2, 3, 4), (2, 3, 2, 2)]
 all_shapes = pytest.mark.parametrize("shape", SHAPES, ids=["vectors", "sequences", "images"])
 
@@ -222,10 +234,7 @@ def assert_is_loss(example: Example, shape: Shape, reduction: str, dtype: torch.
     assert_close(flat_gradient(loss, outputs, targets), torch.func.grad(oracle)(flat), 1e3)
 
 
-@both_dtypes
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@all_shapes
-@pytest.mark.parametrize("name", CONVEX)
+@pairwise(name=CONVEX, shape=SHAPES, reduction=REDUCTIONS, dtype=DTYPES)
 def test_losses_are_those_of_torch(
     name: str, shape: Shape, reduction: str, dtype: torch.dtype
 ) -> None:
@@ -244,9 +253,7 @@ def test_losses_are_those_of_torch_for_any_shape(
     assert_is_loss(CONVEX[name], (num_points, num_classes, *positions), "sum", torch.float64)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@all_shapes
-@pytest.mark.parametrize("name", LIKELIHOODS)
+@pairwise(name=LIKELIHOODS, shape=SHAPES, reduction=REDUCTIONS)
 def test_likelihoods_have_the_matrix_of_the_loss_on_logits(
     name: str, shape: Shape, reduction: str
 ) -> None:
@@ -259,10 +266,7 @@ def test_likelihoods_have_the_matrix_of_the_loss_on_logits(
     assert float(difference.abs().max()) <= 1e-12 * float(expected.abs().max())
 
 
-@both_dtypes
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@all_shapes
-@pytest.mark.parametrize("name", LIKELIHOODS)
+@pairwise(name=LIKELIHOODS, shape=SHAPES, reduction=REDUCTIONS, dtype=DTYPES)
 def test_gradients_of_likelihoods_are_those_of_torch(
     name: str, shape: Shape, reduction: str, dtype: torch.dtype
 ) -> None:
