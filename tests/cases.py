@@ -307,7 +307,9 @@ def pairwise(**values: Iterable[Any]) -> pytest.MarkDecorator:
         best = max(candidates, key=lambda found: len(candidates[found] & missing))
         missing -= candidates[best]
         row = [choice[index] for choice, index in zip(choices, best, strict=True)]
-        parameters.append(pytest.param(*row, id="-".join(map(str, row))))
+        parameters.append(
+            pytest.param(*row, id="-".join(getattr(value, "__name__", str(value)) for value in row))
+        )
     return pytest.mark.parametrize(tuple(values), parameters)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -278,6 +278,7 @@ def test_symmetric_semidefinite_and_linear(case: Case, factor: float, seed: int)
     assert (combined - operator @ first - factor * (operator @ second)).norm() <= 1e-13 * scale
 
 
+@settings(max_examples=20)
 @given(random_cases(), st.data())
 def test_order_and_batches_of_the_data_do_not_matter(case: Case, data: st.DataObject) -> None:
     num_points = case.inputs.shape[0]

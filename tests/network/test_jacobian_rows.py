@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import hcurv
+from cases import pairwise
 
 
 def _chain(dtype: torch.dtype) -> nn.Module:
@@ -128,9 +129,7 @@ def test_rows_belong_to_the_weights_of_the_matrix() -> None:
 METHODS = ("parameters", "samples", "iterations", "subset", "compressed", "compressed-samples")
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("kind", ["one", "layers", "all"])
-@pytest.mark.parametrize("make", [_chain, _normalised], ids=["chain", "any model"])
+@pairwise(method=METHODS, kind=("one", "layers", "all"), make=(_chain, _normalised))
 def test_covariances_of_outputs(
     make: Callable[[torch.dtype], nn.Module], kind: str, method: str
 ) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import hcurv
-from cases import CASES, Case, all_cases, assert_close, both_dtypes
+from cases import CASES, Case, all_cases, all_forms, assert_close, both_dtypes
 from conformance import check_operator
 
 
@@ -28,7 +28,7 @@ def test_conformance(case: Case, dtype: torch.dtype) -> None:
     check_operator(operator.kernel(), dense_kernel(operator))
 
 
-@all_cases
+@all_forms
 def test_a_damping_for_each_row(case: Case) -> None:
     operator = case.operator()
     damping = by_row(operator.shape[0])

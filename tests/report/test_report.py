@@ -204,6 +204,7 @@ def test_a_failing_write_leaves_the_old_page(
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
+    monkeypatch.setattr("hcurv.report.save.all_sections", lambda *_: [])
     monkeypatch.setattr("hcurv.files.os.replace", fail)
     with pytest.raises(OSError, match="disk full"):
         comparison.save_report(path, curves=False)
