@@ -40,7 +40,7 @@ def test_unbiased_with_the_bounded_variance(name: str, scheme: Scheme) -> None:
     operator = CASES[name].operator()
     exact, size = CASES[name].dense, operator.shape[0]
     rows, cols = labels(60, size, seed=5), labels(60, size, seed=6)
-    num_samples, num_seeds = 3, 400
+    num_samples, num_seeds = 3, 200
     draws = torch.stack(
         [
             operator.sample_entries(num_samples, scheme, seed).pairs(rows, cols)
