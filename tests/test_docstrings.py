@@ -97,6 +97,7 @@ def predefined() -> dict[str, object]:
     H = hcurv.GaussNewton(model, loss, (inputs, targets))
     A = hcurv.compress(H, tolerance=1e-2)
     F = A.factorize(1e-2)
+    comparison = hcurv.compare(model, loss, inputs, storage=0.5, num_probes=16)
     return {
         "model": model,
         "loss": loss,
@@ -106,6 +107,7 @@ def predefined() -> dict[str, object]:
         "A": A,
         "F": F,
         "b": b,
+        "comparison": comparison,
     }
 
 

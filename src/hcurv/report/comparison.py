@@ -46,7 +46,6 @@ class ComparedMethod:
         inverse_range: The same at other dampings, the largest first.
 
     Examples:
-        >>> comparison = hcurv.compare(model, loss, inputs, storage=0.5, num_probes=16)
         >>> exact = comparison.methods[0]
         >>> exact.name, exact.error, len(exact.residuals) == exact.num_iterations + 1
         ('matrix-free', 0.0, True)
@@ -158,7 +157,6 @@ class Comparison:
         """Return the title, the header and the rows of the tables about inverses.
 
         Examples:
-            >>> comparison = hcurv.compare(model, loss, inputs, storage=0.5, num_probes=16)
             >>> title, header, rows = comparison.inverse_tables()[0]
             >>> header
             ('method', 'variances', 'solves', 'log-determinant')
@@ -190,7 +188,6 @@ class Comparison:
         """Return everything as plain numbers and strings, ready for JSON.
 
         Examples:
-            >>> comparison = hcurv.compare(model, loss, inputs, storage=0.5, num_probes=16)
             >>> list(comparison.to_dict())[:4]
             ['size', 'num_points', 'storage', 'damping']
         """
@@ -202,7 +199,6 @@ class Comparison:
         """Draw the error of every method against its storage.
 
         Examples:
-            >>> comparison = hcurv.compare(model, loss, inputs, storage=0.5, num_probes=16)
             >>> figure = comparison.plot()
             >>> figure.axes[0].get_xlabel()
             'stored floats, % of N²'
@@ -240,7 +236,6 @@ class Comparison:
 
         Examples:
             >>> import tempfile, pathlib
-            >>> comparison = hcurv.compare(model, loss, inputs, storage=0.5, num_probes=16)
             >>> with tempfile.TemporaryDirectory() as folder:
             ...     path = pathlib.Path(folder) / "report.html"
             ...     comparison.save_report(path, curves=False)

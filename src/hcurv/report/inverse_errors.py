@@ -64,7 +64,6 @@ class InverseError:
         failure: Why there is no inverse at this damping, in a few words; empty if there is one.
 
     Examples:
-        >>> comparison = hcurv.compare(model, loss, inputs, storage=0.5, num_probes=16)
         >>> errors = {method.name: method.inverse for method in comparison.methods}
         >>> errors["H.factorize"].variance < 1e-6 < errors["diagonal"].variance
         True
