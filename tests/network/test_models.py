@@ -120,7 +120,7 @@ def test_estimated_gradients_of_fewer_points_are_unbiased(case: ModelCase) -> No
     model = case.build()
     targets = case.targets_for(model)
     operator = case.operator(model, targets)
-    draws = torch.stack([operator.subsample(4, seed=seed).gradient() for seed in range(50)])
+    draws = torch.stack([operator.subsample(4, seed=seed).gradient() for seed in range(100)])
     error = (draws.mean(0) - operator.gradient()).norm()
     assert error <= 4 * (draws.var(0).sum() / len(draws)).sqrt()
 
