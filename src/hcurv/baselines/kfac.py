@@ -39,6 +39,7 @@ from hcurv.losses import Loss
 from hcurv.memory import require_bytes
 from hcurv.network.batches import Data
 from hcurv.network.model.snapshot import ForwardFunction
+from hcurv.network.forward_pass import verified
 from hcurv.network.problem import read_problem
 from hcurv.network.tracing import UnsupportedModelError
 from hcurv.operators import SymmetricOperator
@@ -128,7 +129,8 @@ class KFAC(SymmetricOperator):
             num_samples = check_count(num_samples, "num_samples")
         seed = check_seed(seed)
         self.structure: Structure = structure
-        problem = read_problem(model, loss, data, forward_fn=forward_fn)
+        with torch.no_grad():
+            problem = verified(read_problem(model, loss, data, forward_fn=forward_fn))
         self._layout, self._dtype, self._device = problem.layout, problem.dtype, problem.device
         factors: ChainFactors | ModelFactors
         if problem.network is not None:

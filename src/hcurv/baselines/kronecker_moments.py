@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hcurv.layout import LinearParameters
 from hcurv.network.jacobians.contractions import without_tiny
-from hcurv.network.precompute import ForwardPass, forward_pass
+from hcurv.network.forward_pass import ForwardPass, forward_pass
 from hcurv.network.problem import Problem
 from hcurv.network.reading import Network
 

@@ -179,7 +179,7 @@ class JacobianRows:
                 count = num_points(some)
                 own = None if targets is None else targets[first : first + count]
                 part = _with_data(problem, some, own)
-                root, _, _ = compute_root(part, self._workspace, verify=False)
+                root, _, _ = compute_root(part, self._workspace)
                 yield RowChunk(slice(start, start + count), root)
                 first, start = first + count, start + count
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hcurv.memory import format_bytes, require_bytes
+from hcurv.network.forward_pass import ForwardPass, forward_pass, verify
 from hcurv.network.jacobians.contractions import without_tiny
 from hcurv.network.jacobians.jacobian_plan import ChainShape, JacobianPlan, refuse_overflow
 from hcurv.network.jacobians.narrow_plan import NarrowPlan
@@ -29,10 +30,8 @@ from hcurv.network.trainable_layers import TrainableLayer, number_layers
 
 __all__ = [
     "FactorPlan",
-    "ForwardPass",
     "compute_factors",
     "compute_linearisation",
-    "forward_pass",
     "make_factors",
     "plan_factors",
     "plan_of_factors",
@@ -119,48 +118,6 @@ def _store_inputs(layers: tuple[TrainableLayer, ...], target: Tensor, batch: For
         width = place.layer.in_features
         rows[:width] = without_tiny(batch.inputs[place.position]).T
         rows[width:] = 1.0
-
-
-@dataclass(frozen=True)
-class ForwardPass:
-    """What a forward pass over one batch of b points computes.
-
-    Attributes:
-        points: the range of the points in the data.
-        inputs: the inputs x^{ℓ-1} of every layer, (b, d_in).
-        slopes: the diagonal of M^ℓ of every layer, (b, units); None where it is the identity.
-        outputs: the outputs of the network, (b, d_L).
-    """
-
-    points: slice
-    inputs: list[Tensor]
-    slopes: list[Tensor | None]
-    outputs: Tensor
-
-
-def forward_pass(network: Network, inputs: Tensor, start: int) -> ForwardPass:
-    """Propagate a batch through the network (paper, Table 1, step (a)), and keep the slopes.
-
-    Args:
-        network: the network.
-        inputs: inputs of the model, (b, …).
-        start: the number of the first of these points in the data.
-
-    Raises:
-        ValueError: the outputs are NaN or infinite.
-    """
-    current = network.prepare_inputs(inputs)
-    layer_inputs, slopes = [], []
-    for layer in network.layers:
-        layer_inputs.append(current)
-        current, slope = layer.propagate(current)
-        slopes.append(slope)
-    if not bool(torch.isfinite(current).all()):
-        raise ValueError(
-            f"the network's outputs are NaN or infinite at points {start} to"
-            f" {start + inputs.shape[0] - 1}: its weights or the inputs are too large"
-        )
-    return ForwardPass(slice(start, start + inputs.shape[0]), layer_inputs, slopes, current)
 
 
 def read_chain(
@@ -340,6 +297,7 @@ def _passes(
         assert isinstance(inputs, Tensor)
         for some in inputs.split(batch_size):
             batch = forward_pass(problem.network, some, start)
+            verify(problem, some, batch)
             yield batch, problem.loss_root(batch.outputs, batch.points)
             start = batch.points.stop
             if progress is not None:

@@ -12,11 +12,12 @@ from hcurv.layout import ParameterLayout
 from hcurv.losses import Loss, as_loss
 from hcurv.network.batches import Batches, Data, Survey
 from hcurv.network.loss_rows import LossRows, RowChoice
+from hcurv.network.model.independence import agree
 from hcurv.network.model.snapshot import (
     ForwardFunction,
     ModelSnapshot,
     check_parameters,
-    unwrapped,
+    without_hooks,
 )
 from hcurv.network.model_inputs import Inputs, map_inputs, num_points, tensors_of
 from hcurv.network.reading import Network, read_network
@@ -152,14 +153,18 @@ def read_problem(
         snapshot = ModelSnapshot(model, forward_fn)
         few = map_inputs(lambda tensor: tensor[:NUM_TRIED], survey.first_inputs)
         # A model that is random must leave the user's random numbers as they were.
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            outputs = _try_model(snapshot, few)
+        # Derivatives are wanted, and some models take other ways where gradients are disabled.
+        with (
+            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+            torch.enable_grad(),
+        ):
+            outputs = _try_model(snapshot, few).detach()
         shape = (survey.num_points, *outputs.shape[1:])
         check_targets(known_loss, shape, survey.targets, choice)
         scale = loss_scale(known_loss, shape, survey.targets)
         network = None
         if forward_fn is None and choice.num_samples is None and outputs.ndim == 2:
-            network = _read_chain(unwrapped(model), few, outputs)
+            network = _read_chain(snapshot.module, few, outputs)
     return Problem(snapshot, network, known_loss, batches, survey, shape[1:], scale, choice)
 
 
@@ -200,7 +205,7 @@ def _try_model(snapshot: ModelSnapshot, few: Inputs) -> Tensor:
             "Points must not influence each other: call model.eval(), if it has batch"
             " normalisation.",
         ) from error
-    if alone.shape != outputs.shape or not _close(alone, outputs):
+    if alone.shape != outputs.shape or not bool(agree(alone, outputs).all()):
         raise UnsupportedModelError(
             f"the model's outputs on {count} points differ from those of one point at a time:"
             " points of a batch influence each other.",
@@ -209,25 +214,19 @@ def _try_model(snapshot: ModelSnapshot, few: Inputs) -> Tensor:
     return outputs
 
 
-def _close(first: Tensor, second: Tensor) -> bool:
-    finite = second[torch.isfinite(second)]
-    scale = float(finite.abs().max()) if finite.numel() else 0.0
-    tolerance = torch.finfo(second.dtype).eps ** 0.5
-    return torch.allclose(first, second, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
-
-
 def _read_chain(model: nn.Module, few: Inputs, outputs: Tensor) -> Network | None:
     """The model as a chain of Linear layers; None if it is none, or has hooks and the like."""
     if not isinstance(few, Tensor) or not few.is_floating_point():
         return None
     try:
-        network = read_network(model)
+        network = read_network(without_hooks(model))
         current = network.prepare_inputs(few)
     except (UnsupportedModelError, ValueError):
         return None
     for layer in network.layers:
         current, _ = layer.propagate(current)
-    return network if current.shape == outputs.shape and _close(current, outputs) else None
+    same = current.shape == outputs.shape and bool(agree(current, outputs).all())
+    return network if same else None
 
 
 def check_targets(

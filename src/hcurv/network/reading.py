@@ -129,7 +129,8 @@ class Network:
         """
         first = self.layers[0]
         try:
-            features = inputs if self.input_map is None else self.input_map(inputs)
+            # What comes before the first layer may work in place.
+            features = inputs if self.input_map is None else self.input_map(inputs.clone())
         except (RuntimeError, IndexError) as error:
             raise ValueError(
                 f"the model cannot read points of shape {tuple(inputs.shape[1:])}: {error}"

@@ -18,6 +18,7 @@ from hcurv.network.layered import LayeredRoot
 from hcurv.network.layered.layer_jacobian import LayerJacobian
 from hcurv.network.layered.stacked_jacobian import StackedJacobian
 from hcurv.network.memory_plan import MemoryPlan, StoredPart
+from hcurv.network.model.differentiate import differentiate
 from hcurv.network.model.reader import ModelReader
 from hcurv.network.model_inputs import Inputs, map_inputs, num_points, split_inputs
 from hcurv.network.problem import Problem
@@ -162,7 +163,7 @@ def model_gradient(problem: Problem, targets: Tensor, weights: Tensor) -> Tensor
             rows = problem.loss.split_targets(own, (len(own), *problem.point_shape))
             slopes = problem.loss.gradient(outputs.detach().flatten(0, 1), rows)
             slopes = slopes.view_as(outputs) * weights[points][chosen][:, None, None]
-            found = torch.autograd.grad(outputs, parameters, slopes, allow_unused=True)
+            found = differentiate(outputs, parameters, slopes)
             for total, gradient in zip(result, found, strict=True):
                 if gradient is not None:
                     total += gradient

@@ -20,6 +20,7 @@ from hcurv.network.loss_rows import LossRows
 from hcurv.network.model.autograd_graph import Graph
 from hcurv.network.model.builders import BatchShape, Gradients, OrderedUse, make_builder
 from hcurv.network.model.contributions import Contribution, DirectUse, LinearUse
+from hcurv.network.model.differentiate import differentiate
 from hcurv.network.model.per_point import PerPointColumns
 from hcurv.network.model.point_rows import Probe, RowOrder, find_orders, halves
 from hcurv.network.model.rules import contributions_of
@@ -167,12 +168,7 @@ class GraphBatch:
 
     def _backward(self, nodes: list[Any], weights: Tensor) -> tuple[Tensor | None, ...]:
         """Derivatives of the weighted outputs with respect to the results of some nodes."""
-        if not nodes:
-            return ()
-        edges = [GradientEdge(node, 0) for node in nodes]
-        return torch.autograd.grad(
-            self._outputs, edges, weights, retain_graph=True, allow_unused=True
-        )
+        return differentiate(self._outputs, [GradientEdge(node, 0) for node in nodes], weights)
 
     def _find_orders(self, uses: list[Contribution]) -> list[list[RowOrder]]:
         """The orders that the rows of each use may have, seen from halves of the points."""
@@ -192,37 +188,44 @@ class GraphBatch:
             find_orders(use.num_rows, count, seen) for use, seen in zip(uses, probes, strict=True)
         ]
 
-    def check(self, read: StackedJacobian) -> set[str]:
-        """Names of the parameters whose columns differ from automatic differentiation."""
+    def check(self, read: StackedJacobian, *, singly: bool) -> set[str]:
+        """Names of the parameters whose columns differ from automatic differentiation.
+
+        Args:
+            read: the columns.
+            singly: compare each of the first points by itself, not only the sum over all points.
+        """
         generator = torch.Generator().manual_seed(1)
         shape = (self._shape.num_points, self._rows.num_rows)
         mix = torch.randn(shape, generator=generator, dtype=torch.float64).to(self._shape.like)
-        wrong: set[str] = set()
-        for point in range(min(_NUM_CHECKED, shape[0])):
+        wrong = self._differing(read, mix)
+        for point in range(min(_NUM_CHECKED, shape[0]) if singly else 0):
             chosen = torch.zeros_like(mix)
             chosen[point] = mix[point]
-            gradients = torch.autograd.grad(
-                self._outputs,
-                list(self._parameters.values()),
-                self._rows.combine(chosen),
-                retain_graph=True,
-                allow_unused=True,
-            )
-            # Embeddings may have sparse gradients.
-            expected = [None if g is None else g.to_dense() for g in gradients]
-            present = [g for g in expected if g is not None and g.numel()]
-            largest = max((float(g.abs().max()) for g in present), default=0.0)
-            for (name, parameter), gradient, part in zip(
-                self._parameters.items(), expected, read.parts, strict=True
-            ):
-                if parameter.numel() == 0:
-                    continue
-                found = part.apply_transposed(chosen[:, :, None]).view_as(parameter)
-                wanted = torch.zeros_like(found) if gradient is None else gradient
-                scale = float(wanted.norm()) + 1e-3 * largest
-                tolerance = torch.finfo(found.dtype).eps ** 0.5
-                if not float((found - wanted).norm()) <= tolerance * scale:
-                    wrong.add(name)
+            wrong |= self._differing(read, chosen)
+        return wrong
+
+    def _differing(self, read: StackedJacobian, weights: Tensor) -> set[str]:
+        """Names of the parameters for which Sᵀ weights is wrong, for weights (b, q)."""
+        gradients = differentiate(
+            self._outputs, list(self._parameters.values()), self._rows.combine(weights)
+        )
+        # Embeddings may have sparse gradients.
+        expected = [None if g is None else g.to_dense() for g in gradients]
+        present = [g for g in expected if g is not None and g.numel()]
+        largest = max((float(g.abs().max()) for g in present), default=0.0)
+        wrong: set[str] = set()
+        for (name, parameter), gradient, part in zip(
+            self._parameters.items(), expected, read.parts, strict=True
+        ):
+            if parameter.numel() == 0:
+                continue
+            found = part.apply_transposed(weights[:, :, None]).view_as(parameter)
+            wanted = torch.zeros_like(found) if gradient is None else gradient
+            scale = float(wanted.norm()) + 1e-3 * largest
+            tolerance = torch.finfo(found.dtype).eps ** 0.5
+            if not float((found - wanted).norm()) <= tolerance * scale:
+                wrong.add(name)
         return wrong
 
 

@@ -15,6 +15,7 @@ from torch.func import functional_call, vjp, vmap
 
 from hcurv.losses import Loss
 from hcurv.network.loss_rows import LossRows
+from hcurv.network.model.differentiate import differentiate
 from hcurv.network.model.snapshot import ModelSnapshot
 from hcurv.network.model_inputs import Inputs, map_inputs, num_points
 
@@ -96,12 +97,8 @@ class PerPointColumns:
             single = map_inputs(lambda tensor: tensor[some], inputs)  # noqa: B023
             with torch.enable_grad():
                 split = self._loss.split_outputs(self._snapshot.outputs(single))
-            if not split.requires_grad:  # This point does not use any parameter.
-                continue
-            for row in range(q):
-                found = torch.autograd.grad(
-                    split, chosen, weights[row, some], retain_graph=True, allow_unused=True
-                )
+            for row in range(q if split.requires_grad else 0):  # No parameter may be used.
+                found = differentiate(split, chosen, weights[row, some])
                 for name, gradient in zip(names, found, strict=True):
                     if gradient is not None:
                         result[name][:, row, point] = gradient.reshape(-1)

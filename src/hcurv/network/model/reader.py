@@ -2,9 +2,10 @@
 
 One forward pass records the graph; q backward passes, one for each row of R, give the derivatives
 of the weighted outputs with respect to the results of all functions that use a parameter. What is
-read is compared with autograd on the first points, for each shape that the graph has: a parameter
-for which that fails is read one point at a time. A shape of the graph is trusted once batches of
-two sizes have shown, beyond doubt, how the rows of points are ordered.
+read is compared with autograd, along a random direction over all points of each batch, and point by
+point on the first ones for each shape that the graph has. A parameter for which that fails is read
+one point at a time. A shape of the graph is trusted once batches of two sizes have shown, beyond
+doubt, how the rows of points are ordered.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from hcurv.network.layered.stacked_jacobian import StackedJacobian
 from hcurv.network.loss_rows import LossRows
 from hcurv.network.model.autograd_graph import Graph, read_graph
 from hcurv.network.model.graph_batch import BatchUses, GraphBatch, Reading, Signature
+from hcurv.network.model.independence import require_independent
 from hcurv.network.model.per_point import PerPointColumns
 from hcurv.network.model.point_rows import RowOrder
 from hcurv.network.model.snapshot import ModelSnapshot
@@ -72,7 +74,7 @@ class ModelReader:
         Raises:
             UnsupportedModelError: what was read differs from automatic differentiation.
         """
-        return self._read(self._record(inputs, lambda outputs: self._make_rows(outputs, points)))
+        return self._read(self._record_points(inputs, points))
 
     @torch.no_grad()
     def uses(self, inputs: Inputs, points: slice) -> BatchUses:
@@ -85,7 +87,7 @@ class ModelReader:
         Raises:
             UnsupportedModelError: what was read differs from automatic differentiation.
         """
-        batch = self._record(inputs, lambda outputs: self._make_rows(outputs, points))
+        batch = self._record_points(inputs, points)
         reading = batch.plan(self._unruly, self._trusted)
         if reading.signature not in self._trusted:
             # One row at a few points shows whether a graph is read correctly; all points are only
@@ -99,6 +101,15 @@ class ModelReader:
             reading = batch.plan(self._unruly, self._trusted)
         return BatchUses(batch, reading, self._per_point)
 
+    def _record_points(self, inputs: Inputs, points: slice) -> GraphBatch:
+        """Run the model on points of the data, and make sure that it treats them independently."""
+
+        def make_rows(outputs: Tensor) -> LossRows:
+            require_independent(self.forward, inputs, outputs, points)
+            return self._make_rows(outputs, points)
+
+        return self._record(inputs, make_rows)
+
     def _record(self, inputs: Inputs, make_rows: Callable[[Tensor], LossRows]) -> GraphBatch:
         """Run the model, and find all uses of its parameters."""
         outputs, graph = self.graph(inputs)
@@ -107,25 +118,26 @@ class ModelReader:
         return GraphBatch(self._snapshot, inputs, outputs, rows, graph)
 
     def _read(self, batch: GraphBatch) -> StackedJacobian:
-        """The rows of S of a batch, compared with autograd where that was not done before."""
+        """The rows of S of a batch, compared with autograd."""
         while True:
             reading = batch.plan(self._unruly, self._trusted)
             self.working_floats = batch.working_floats(reading)
             result = batch.read(reading, self._per_point)
-            # What is read one point at a time is always compared: it would hide that points
-            # influence each other, and three more backward passes are cheap beside it.
+            # What is read one point at a time is always compared point by point: it would hide that
+            # points influence each other.
             by_rules = len(reading.uses) == len(self._snapshot.trainable)
-            if by_rules and reading.signature in self._trusted:
-                return result
-            wrong = batch.check(result)
+            trusted = by_rules and reading.signature in self._trusted
+            wrong = batch.check(result, singly=not trusted)
             if not wrong:
-                self._remember(reading, batch.num_points)
+                if not trusted:
+                    self._remember(reading, batch.num_points)
                 return result
             if wrong <= self._unruly and not self._per_point.give_up_vectorising():
                 raise UnsupportedModelError(
                     f"the derivatives of the outputs with respect to '{sorted(wrong)[0]}' could not"
                     " be read: those of single points do not add up to those of a batch.",
-                    "Do points of a batch influence each other, or is the forward pass random?",
+                    "Do points of a batch influence each other, is the forward pass random, or does"
+                    " a hook change gradients in a way that is not linear?",
                 )
             self._unruly |= wrong
 

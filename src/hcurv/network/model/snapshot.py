@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from hcurv.layout import ParameterLayout
-from hcurv.network.model_inputs import Inputs
+from hcurv.network.model_inputs import Inputs, map_inputs
 from hcurv.network.tracing import UnsupportedModelError
 
-__all__ = ["ForwardFunction", "ModelSnapshot", "check_parameters", "unwrapped"]
+__all__ = ["ForwardFunction", "ModelSnapshot", "check_parameters", "unwrapped", "without_hooks"]
 
 ForwardFunction: TypeAlias = Callable[[Any, Any], Tensor]
 
@@ -70,6 +70,8 @@ class ModelSnapshot:
             UnsupportedModelError: the model does not return a tensor of its own type.
         """
         run: Any = self.module if module is None else module
+        # A model may change its inputs in place, which must not reach the user's data.
+        inputs = map_inputs(torch.clone, inputs)
         if self._forward_fn is not None:
             result = self._forward_fn(run, inputs)
         elif isinstance(inputs, Tensor):
@@ -91,6 +93,16 @@ class ModelSnapshot:
                 "Return outputs of the same type, and do not use autocast.",
             )
         return result
+
+
+def without_hooks(module: nn.Module) -> nn.Module:
+    """A copy of a module whose hooks are gone, so that tracing does not call them."""
+    copied, _ = _copied(module)
+    for part in copied.modules():
+        for name, value in vars(part).items():
+            if name.startswith("_") and name.endswith("_hooks") and isinstance(value, dict):
+                value.clear()
+    return copied
 
 
 def _copied(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -124,6 +136,7 @@ def check_parameters(model: nn.Module) -> tuple[torch.dtype, torch.device]:
     Raises:
         ValueError: a parameter is NaN or infinite, on another device, or none is trainable.
         TypeError: the model is no module, or parameters are neither all float32 nor all float64.
+        UnsupportedModelError: the gradient of a parameter has a hook.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
@@ -141,6 +154,12 @@ def check_parameters(model: nn.Module) -> tuple[torch.dtype, torch.device]:
     if len(devices) > 1:
         raise ValueError(f"parameters must be on one device; got {', '.join(sorted(devices))}")
     for name, parameter in everything.items():
+        if parameter.requires_grad and parameter._backward_hooks:
+            raise UnsupportedModelError(
+                f"the parameter '{name}' has a hook on its gradient, which is no part of the"
+                " forward pass.",
+                "Remove it with handle.remove(), and apply what it does in forward().",
+            )
         if not bool(torch.isfinite(parameter).all()):
             raise ValueError(f"the parameter '{name}' has NaN or infinite values")
     first = next(iter(everything.values()))

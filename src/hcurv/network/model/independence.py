@@ -1,0 +1,74 @@
+"""Whether outputs depend on their own point alone: not on the batch, and not on chance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hcurv.network.model_inputs import Inputs, map_inputs
+from hcurv.network.tracing import UnsupportedModelError
+
+__all__ = ["agree", "require_independent"]
+
+# A model with steps, such as signs, may round to another value where it is run on fewer points.
+# That happens at a few points of many. Where more points than this share differ, the batch matters.
+_MOST_ROUNDED = 0.01
+
+
+def agree(first: Tensor, second: Tensor) -> Tensor:
+    """At which points two outputs are the same up to rounding, (b,)."""
+    first, second = first.detach(), second.detach()
+    finite = second[torch.isfinite(second)]
+    scale = float(finite.abs().max()) if finite.numel() else 0.0
+    tolerance = torch.finfo(second.dtype).eps ** 0.5
+    close = torch.isclose(first, second, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+    return close.flatten(1).all(1) if close.ndim > 1 else close
+
+
+def require_independent(
+    run: Callable[[Inputs], Tensor], inputs: Inputs, outputs: Tensor, points: slice
+) -> None:
+    """Run even and odd points apart, and refuse a model for which that makes a difference.
+
+    Args:
+        run: the model.
+        inputs: the inputs of some points.
+        outputs: what the model made of them, all at once.
+        points: their range in the data.
+
+    Raises:
+        UnsupportedModelError: points influence each other, or the forward pass is random.
+    """
+    apart = torch.empty_like(outputs)
+    parities = (slice(0, None, 2), slice(1, None, 2)) if len(outputs) > 1 else (slice(None),)
+    # Some models take other ways where gradients are disabled.
+    with torch.enable_grad():
+        for own in parities:
+            found = run(map_inputs(lambda tensor: tensor[own], inputs))  # noqa: B023
+            if found.shape != apart[own].shape:
+                raise _refusal(points, influence=True)
+            apart[own] = found.detach()
+    different = int((~agree(apart, outputs)).sum())
+    if different == 0:
+        return
+    with torch.enable_grad():
+        again = run(inputs).detach()
+    steady = bool(agree(again, outputs).all())
+    if not steady or different > _MOST_ROUNDED * len(outputs):
+        raise _refusal(points, influence=steady)
+
+
+def _refusal(points: slice, *, influence: bool) -> UnsupportedModelError:
+    where = f"points {points.start} to {points.stop - 1}"
+    if influence:
+        return UnsupportedModelError(
+            f"the model's outputs at {where} change if every other point is left out: points of a"
+            " batch influence each other.",
+            "Call model.eval(), if it has batch normalisation.",
+        )
+    return UnsupportedModelError(
+        f"the forward pass is random: two passes over {where} differ.",
+        "Call model.eval(), or remove what is random.",
+    )

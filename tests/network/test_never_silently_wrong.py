@@ -1,0 +1,414 @@
+"""Every model is read as autograd differentiates it, at every point, or it is refused.
+
+The oracle runs autograd on a fresh copy of the user's model, one backward pass for each output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.utils.checkpoint import checkpoint
+
+import hcurv
+import oracles
+from cases import labels, normal, seeded
+from models import parameter
+from odd_models import StraightThrough
+
+NUM_POINTS = 40
+INPUTS = normal(NUM_POINTS, 6)
+# One point, far beyond those that are tried first, is unlike all others.
+INPUTS[31] *= 20.0
+LABELS = labels(NUM_POINTS, 3)
+LOSS = nn.CrossEntropyLoss()
+
+
+class Forward(nn.Module):
+    """Two Linear layers, `a` and `b`, in a forward pass of one's own, which torch.fx can trace."""
+
+    def __init__(self, forward: Callable[[Any, Tensor], Tensor], **parts: Any) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 5), nn.Linear(5, 3)
+        for name, part in parts.items():
+            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+        self._function = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._function(self, x)
+
+
+build = Forward
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+class Reversed(torch.autograd.Function):
+    """The identity, with gradients reversed and scaled."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -0.3 * gradient
+
+
+class RareBackward(torch.autograd.Function):
+    """The identity, whose derivative is zero where values are large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return torch.where(x.abs() > 5, 0.0, gradient)
+
+
+def _no_grad_block(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        h = self.a(x)
+    return self.b(h.tanh())
+
+
+@torch.no_grad()
+def _without_gradient(x: Tensor) -> Tensor:
+    return x.tanh()
+
+
+def _grad_switched(self: Any, x: Tensor) -> Tensor:
+    with torch.set_grad_enabled(False):
+        h = self.a(x).tanh()
+    return self.b(h + self.a(x))
+
+
+def _inference(self: Any, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        h = x.tanh() + 1
+    return self.b(self.a(h.clone()).tanh())
+
+
+def _clamp_statement(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    h.clamp_(-0.5, 0.5)
+    return self.b(h)
+
+
+def _relu_statement(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    functional.relu(h, inplace=True)
+    return self.b(h)
+
+
+def _relu_of_outputs(self: Any, x: Tensor) -> Tensor:
+    h = self.b(self.a(x).tanh())
+    h.relu_()
+    return h
+
+
+def _indexed_statement(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    h[:, 0] = 0.0
+    return self.b(h.tanh())
+
+
+def _augmented(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    h *= 2.0
+    h += 1.0
+    return self.b(h.tanh())
+
+
+def _filled(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    h.masked_fill_(h > 0.5, 0.0)
+    return self.b(h.tanh())
+
+
+def _changed_inputs(self: Any, x: Tensor) -> Tensor:
+    x = x.clone()
+    x.clamp_(-1, 1)
+    return self.b(self.a(x).tanh())
+
+
+def _row_clipped(limit: float) -> Callable[..., Tensor]:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h * (limit / h.norm(dim=1, keepdim=True)).clamp(max=1.0))
+
+    return forward
+
+
+def _branch_by_data(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    return self.b(h.tanh() if float(x.abs().max()) < 10 else h.sin())
+
+
+def _scaled_by_batch(self: Any, x: Tensor) -> Tensor:
+    # The batch changes its points only if one of them is large.
+    return self.b(self.a(x / x.abs().max().clamp(min=10.0)).tanh())
+
+
+def _centred_where_large(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x).tanh()
+    return self.b(h - (h.mean(0) if x.abs().max() > 10 else 0.0))
+
+
+def _rare_dropout(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x).tanh()
+    return self.b(h * (torch.rand_like(h) > 0.02) if len(x) > 4 else h)
+
+
+def _counted(self: Any, x: Tensor) -> Tensor:
+    self.count += 1.0
+    return self.b(self.a(x).tanh()) * (1.0 + (self.count > 7))
+
+
+def _counted_idly(self: Any, x: Tensor) -> Tensor:
+    self.count += 1.0
+    return self.b(self.a(x).tanh())
+
+
+def _hooked_gradient(function: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if h.requires_grad:
+            h.register_hook(function)
+        return self.b(h.tanh())
+
+    return forward
+
+
+def _clamping_hook() -> nn.Module:
+    model = mlp()
+    model[0].register_forward_hook(lambda module, args, output: output.clamp(-0.4, 0.4))
+    return model
+
+
+def _rare_hook() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 5), nn.Softplus(), nn.Linear(5, 3))
+    model[0].register_forward_hook(lambda module, args, output: output.clamp(-5.0, 5.0))
+    return model
+
+
+def _hook_in_place() -> nn.Module:
+    model = mlp()
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.clamp_(-0.4, 0.4)
+
+    model[0].register_forward_hook(hook)
+    return model
+
+
+def _parameter_hook() -> nn.Module:
+    model = mlp()
+    model[0].weight.register_hook(lambda gradient: 2 * gradient)
+    return model
+
+
+def _backward_hook() -> nn.Module:
+    model = mlp()
+    model[1].register_full_backward_hook(lambda module, grads, _: (0.5 * grads[0],))
+    return model
+
+
+class Doubled(nn.Module):
+    def forward(self, value: Tensor) -> Tensor:
+        return 2 * value
+
+
+def _changed(change: Callable[[nn.Module], object], layer: int = 2) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        model = mlp()
+        change(model[layer])
+        return model
+
+    return make
+
+
+def _tied_views() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
+    model[2].weight = model[0].weight
+    return model
+
+
+def _out_argument(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    with torch.no_grad():
+        torch.clamp(h, -0.5, 0.5, out=h)
+    return self.b(h.tanh())
+
+
+def _data_changed(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    h.data.clamp_(-0.5, 0.5)
+    return self.b(h.tanh())
+
+
+def _complex(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x).to(torch.complex128)
+    return self.b((h * 1j).exp().real)
+
+
+def _checkpointed(reentrant: bool) -> Callable[..., Tensor]:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(checkpoint(torch.tanh, h, use_reentrant=reentrant))
+
+    return forward
+
+
+def _saturated(self: Any, x: Tensor) -> Tensor:
+    # Where it is not tried, the derivative of what is computed is not that of its arithmetic.
+    h = self.a(x)
+    return self.b(torch.where(h.abs() > 5, h.detach(), h).sin())
+
+
+def _swapped(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    return self.b(torch.where(h.norm(dim=1, keepdim=True) > 8, h.flip(1), h).sin())
+
+
+CASES: dict[str, Callable[[], nn.Module]] = {
+    "no_grad block": lambda: build(_no_grad_block),
+    "no_grad decorator": lambda: build(lambda self, x: self.b(_without_gradient(self.a(x)))),
+    "gradients switched off": lambda: build(_grad_switched),
+    "inference mode of constants": lambda: build(_inference),
+    "straight through": lambda: build(lambda self, x: self.b(StraightThrough.apply(self.a(x)))),
+    "gradient reversal": lambda: build(lambda self, x: self.b(Reversed.apply(self.a(x)).tanh())),
+    "rare backward": lambda: build(lambda self, x: self.b(RareBackward.apply(self.a(x)).sin())),
+    "reversal of outputs": lambda: build(lambda self, x: Reversed.apply(self.b(self.a(x).tanh()))),
+    "checkpoint": lambda: build(_checkpointed(False)),
+    "clamp_ as a statement": lambda: build(_clamp_statement),
+    "relu in place as a statement": lambda: build(_relu_statement),
+    "relu_ of the outputs": lambda: build(_relu_of_outputs),
+    "assignment to an index": lambda: build(_indexed_statement),
+    "augmented assignment": lambda: build(_augmented),
+    "masked_fill_": lambda: build(_filled),
+    "inputs changed in place": lambda: build(_changed_inputs),
+    "rows clipped": lambda: build(_row_clipped(1.0)),
+    "one row clipped": lambda: build(_row_clipped(8.0)),
+    "one row swapped": lambda: build(_swapped),
+    "one value detached": lambda: build(_saturated),
+    "idle count": lambda: build(_counted_idly, count=torch.zeros(())),
+    "gradient hook": lambda: build(_hooked_gradient(lambda g: 3 * g)),
+    "clamping hook": _clamping_hook,
+    "hook that clamps one point": _rare_hook,
+    "hook in place": _hook_in_place,
+    "backward hook": _backward_hook,
+    "pruned bias": _changed(lambda layer: prune.l1_unstructured(layer, "bias", 1)),
+    "pruned weight": _changed(lambda layer: prune.random_unstructured(layer, "weight", 0.5)),
+    "parametrized bias": _changed(
+        lambda layer: parametrize.register_parametrization(layer, "bias", Doubled())
+    ),
+    "parametrized weight": _changed(
+        lambda layer: parametrize.register_parametrization(layer, "weight", Doubled()), 0
+    ),
+    "weight norm": _changed(parametrizations.weight_norm),
+    "old spectral norm": _changed(lambda layer: nn.utils.spectral_norm(layer), 0),
+    "spectral norm": _changed(lambda layer: parametrizations.spectral_norm(layer), 0),
+    "tied": _tied_views,
+    "values changed behind autograd": lambda: build(_data_changed),
+    "out= behind autograd": lambda: build(_out_argument),
+    "complex": lambda: build(_complex),
+    "slices of weights": lambda: build(
+        lambda self, x: functional.linear(self.a(x).tanh()[:, :3], self.b.weight[:, :3])
+    ),
+    "a module called twice": lambda: build(
+        lambda self, x: self.b(self.c(self.c(self.a(x).tanh()).tanh())), c=nn.Linear(5, 5)
+    ),
+    "a parameter in the forward pass": lambda: build(
+        lambda self, x: self.b((self.a(x) * self.scale).tanh()), scale=parameter(5)
+    ),
+    "in-place modules": lambda: nn.Sequential(
+        nn.Linear(6, 5), nn.ReLU(inplace=True), nn.Linear(5, 3), nn.ELU(inplace=True)
+    ),
+    "relu in place of the inputs": lambda: nn.Sequential(nn.ReLU(inplace=True), *mlp()),
+}
+
+# What cannot be a matrix of independent points, with what the message says.
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "rare dropout": (lambda: build(_rare_dropout), "random|influence each other"),
+    "counted": (lambda: build(_counted, count=torch.zeros(())), "random|influence each other"),
+    "branch by the batch": (lambda: build(_branch_by_data), "influence each other"),
+    "scaled by the batch": (lambda: build(_scaled_by_batch), "influence each other"),
+    "centred where large": (lambda: build(_centred_where_large), "influence each other"),
+    "clamped gradients": (
+        lambda: build(_hooked_gradient(lambda g: g.clamp(-1e-3, 1e-3))),
+        "not linear|influence each other",
+    ),
+    "reentrant checkpoint": (lambda: build(_checkpointed(True)), "reentrant"),
+    "hook of a parameter": (_parameter_hook, "'0.weight' has a hook"),
+}
+
+
+def prepared(make: Callable[[], nn.Module]) -> nn.Module:
+    return seeded(make).double().eval()
+
+
+def expected_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The dense matrix and the gradient by autograd, one point at a time."""
+    matrix, gradient = 0.0, 0.0
+    total = nn.CrossEntropyLoss(reduction="sum")
+    for i in range(len(inputs)):
+        x, y = inputs[i : i + 1], targets[i : i + 1]
+        loss = lambda outputs, y=y: total(outputs, y) / len(inputs)  # noqa: E731
+        matrix = matrix + oracles.gauss_newton_of_model(model, loss, x.clone())
+        gradient = gradient + oracles.gradient_of_model(model, loss, x.clone())
+    return matrix, gradient
+
+
+def assert_is(found: Tensor, expected: Tensor) -> None:
+    scale = float(expected.abs().max())
+    assert float((found - expected).abs().max()) <= 1e-11 * scale
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.*_norm` is deprecated")
+@pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
+def test_the_matrix_is_that_of_autograd_at_every_point(make: Callable[[], nn.Module]) -> None:
+    matrix, gradient = expected_of(prepared(make), INPUTS, LABELS)
+    model = prepared(make)
+    # Large points come late, and batches are unequal.
+    batches = [(INPUTS[:25], LABELS[:25]), (INPUTS[25:], LABELS[25:])]
+    operator = hcurv.GaussNewton(model, LOSS, batches)
+    assert_is(operator.to_dense(), matrix)
+    assert_is(operator[:, :], matrix)
+    assert_is(operator.gradient(), gradient)
+    vector = normal(len(matrix), seed=3)
+    assert_is(operator @ vector, matrix @ vector)
+
+
+@pytest.mark.parametrize(("make", "match"), REFUSED.values(), ids=REFUSED.keys())
+def test_models_without_such_a_matrix_are_refused(
+    make: Callable[[], nn.Module], match: str
+) -> None:
+    model = prepared(make)
+    with pytest.raises(hcurv.UnsupportedModelError, match=match):
+        hcurv.GaussNewton(model, LOSS, (INPUTS, LABELS))
+
+
+@pytest.mark.parametrize("name", ["one row clipped", "one row swapped", "rare backward"])
+def test_rows_at_other_inputs_are_those_of_autograd(name: str) -> None:
+    model = prepared(CASES[name])
+    usual = INPUTS[:20]  # None of these points is special.
+    operator = hcurv.GaussNewton(model, LOSS, (usual, LABELS[:20]))
+    rows = [oracles.jacobian_of_model(model, x[None])[1] for x in INPUTS]
+    assert_is(operator.jacobian(INPUTS).to_dense(), torch.cat(rows))
+    gradients = [oracles.gradient_of_model(model, lambda o, y=y: LOSS(o, y[None]), x[None])
+                 for x, y in zip(INPUTS, LABELS, strict=True)]
+    assert_is(operator.point_gradients(INPUTS, LABELS).to_dense(), torch.stack(gradients))
