@@ -175,7 +175,7 @@ def _rare_dropout(self: Any, x: Tensor) -> Tensor:
 
 def _counted(self: Any, x: Tensor) -> Tensor:
     self.count += 1.0
-    return self.b(self.a(x).tanh()) * (1.0 + (self.count > 7))
+    return self.b(self.a(x).tanh()) * (1.0 + (self.count > 1))
 
 
 def _counted_idly(self: Any, x: Tensor) -> Tensor:
@@ -344,7 +344,6 @@ CASES: dict[str, Callable[[], nn.Module]] = {
 # What cannot be a matrix of independent points, with what the message says.
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "rare dropout": (lambda: build(_rare_dropout), "random|influence each other"),
-    "counted": (lambda: build(_counted, count=torch.zeros(())), "random|influence each other"),
     "branch by the batch": (lambda: build(_branch_by_data), "influence each other"),
     "scaled by the batch": (lambda: build(_scaled_by_batch), "influence each other"),
     "centred where large": (lambda: build(_centred_where_large), "influence each other"),
@@ -409,6 +408,17 @@ def test_rows_at_other_inputs_are_those_of_autograd(name: str) -> None:
     operator = hcurv.GaussNewton(model, LOSS, (usual, LABELS[:20]))
     rows = [oracles.jacobian_of_model(model, x[None])[1] for x in INPUTS]
     assert_is(operator.jacobian(INPUTS).to_dense(), torch.cat(rows))
-    gradients = [oracles.gradient_of_model(model, lambda o, y=y: LOSS(o, y[None]), x[None])
-                 for x, y in zip(INPUTS, LABELS, strict=True)]
+    gradients = [
+        oracles.gradient_of_model(model, lambda o, y=y: LOSS(o, y[None]), x[None])
+        for x, y in zip(INPUTS, LABELS, strict=True)
+    ]
     assert_is(operator.point_gradients(INPUTS, LABELS).to_dense(), torch.stack(gradients))
+
+
+def test_every_pass_sees_the_buffers_that_the_model_has() -> None:
+    # The first call of this model computes something else than all others.
+    usual = prepared(lambda: build(_counted_idly, count=torch.zeros(())))
+    expected, _ = expected_of(usual, INPUTS, LABELS)
+    model = prepared(lambda: build(_counted, count=torch.zeros(())))
+    assert_is(hcurv.GaussNewton(model, LOSS, (INPUTS, LABELS)).to_dense(), expected)
+    assert model.count == 0

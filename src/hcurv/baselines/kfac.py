@@ -38,8 +38,8 @@ from hcurv.layout import ParameterLayout
 from hcurv.losses import Loss
 from hcurv.memory import require_bytes
 from hcurv.network.batches import Data
-from hcurv.network.model.snapshot import ForwardFunction
 from hcurv.network.forward_pass import verified
+from hcurv.network.model.snapshot import ForwardFunction
 from hcurv.network.problem import read_problem
 from hcurv.network.tracing import UnsupportedModelError
 from hcurv.operators import SymmetricOperator

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from hcurv.layout import LinearParameters
-from hcurv.network.jacobians.contractions import without_tiny
 from hcurv.network.forward_pass import ForwardPass, forward_pass
+from hcurv.network.jacobians.contractions import without_tiny
 from hcurv.network.problem import Problem
 from hcurv.network.reading import Network
 

@@ -70,7 +70,14 @@ class Layer:
             of the paper's M^ℓ, come from automatic differentiation; they are None if s is the
             identity.
         """
-        preactivation = nn.functional.linear(inputs, self.weight, self.bias)
+        return self.activate(self.preactivation(inputs))
+
+    def preactivation(self, inputs: Tensor) -> Tensor:
+        """z = W·input + b, (b, out_features)."""
+        return nn.functional.linear(inputs, self.weight, self.bias)
+
+    def activate(self, preactivation: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The outputs s(z) and the slopes s'(z), as `propagate` returns them."""
         if self.activation is None:
             return preactivation, None
         return derivative(self.activation, preactivation, torch.ones_like(preactivation))

@@ -10,7 +10,10 @@ from torch import Tensor
 from hcurv.network.model_inputs import Inputs, map_inputs
 from hcurv.network.tracing import UnsupportedModelError
 
-__all__ = ["agree", "require_independent"]
+__all__ = ["PARITIES", "agree", "require_independent"]
+
+# Points are run apart in two groups, in which no point keeps its neighbours.
+PARITIES = (slice(0, None, 2), slice(1, None, 2))
 
 # A model with steps, such as signs, may round to another value where it is run on fewer points.
 # That happens at a few points of many. Where more points than this share differ, the batch matters.
@@ -20,9 +23,13 @@ _MOST_ROUNDED = 0.01
 def agree(first: Tensor, second: Tensor) -> Tensor:
     """At which points two outputs are the same up to rounding, (b,)."""
     first, second = first.detach(), second.detach()
+    tolerance = torch.finfo(second.dtype).eps ** 0.5
+    if second.numel() and float((first - second).abs().max()) <= tolerance * float(
+        torch.linalg.vector_norm(second, torch.inf)
+    ):
+        return torch.ones(len(second), dtype=torch.bool, device=second.device)
     finite = second[torch.isfinite(second)]
     scale = float(finite.abs().max()) if finite.numel() else 0.0
-    tolerance = torch.finfo(second.dtype).eps ** 0.5
     close = torch.isclose(first, second, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
     return close.flatten(1).all(1) if close.ndim > 1 else close
 
@@ -42,7 +49,7 @@ def require_independent(
         UnsupportedModelError: points influence each other, or the forward pass is random.
     """
     apart = torch.empty_like(outputs)
-    parities = (slice(0, None, 2), slice(1, None, 2)) if len(outputs) > 1 else (slice(None),)
+    parities = PARITIES if len(outputs) > 1 else PARITIES[:1]
     # Some models take other ways where gradients are disabled.
     with torch.enable_grad():
         for own in parities:

@@ -53,6 +53,13 @@ class ModelSnapshot:
         self._forward_fn = forward_fn
         self.layout = ParameterLayout.of(self.module)
         self.originals = {id(p): name for name, p in unwrapped(model).named_parameters()}
+        # Buffers, how often they were changed, and their values, of all modules that have any.
+        self._buffers = [
+            (part, name, buffer, buffer._version, buffer.clone())
+            for part in self.module.modules()
+            for name, buffer in part._buffers.items()
+            if buffer is not None and not buffer.is_inference()
+        ]
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -60,7 +67,7 @@ class ModelSnapshot:
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
     def outputs(self, inputs: Inputs, module: Callable[..., Any] | None = None) -> Tensor:
-        """Run the model, with autograd as it is.
+        """Run the model, with autograd as it is, and put buffers back that it has changed.
 
         Args:
             inputs: inputs of some points.
@@ -72,14 +79,10 @@ class ModelSnapshot:
         run: Any = self.module if module is None else module
         # A model may change its inputs in place, which must not reach the user's data.
         inputs = map_inputs(torch.clone, inputs)
-        if self._forward_fn is not None:
-            result = self._forward_fn(run, inputs)
-        elif isinstance(inputs, Tensor):
-            result = run(inputs)
-        elif isinstance(inputs, Mapping):
-            result = run(**inputs)
-        else:
-            result = run(*inputs)
+        try:
+            result = self._run(run, inputs)
+        finally:
+            self._restore()
         if not isinstance(result, Tensor):
             raise UnsupportedModelError(
                 f"the model must return one tensor of outputs; got {type(result).__name__}.",
@@ -93,6 +96,24 @@ class ModelSnapshot:
                 "Return outputs of the same type, and do not use autocast.",
             )
         return result
+
+    def _run(self, run: Any, inputs: Inputs) -> Any:
+        if self._forward_fn is not None:
+            return self._forward_fn(run, inputs)
+        if isinstance(inputs, Tensor):
+            return run(inputs)
+        return run(**inputs) if isinstance(inputs, Mapping) else run(*inputs)
+
+    def _restore(self) -> None:
+        """Give buffers the values that they had when the model was read.
+
+        Some models count their calls or refine an estimate. All passes shall compute the same.
+        """
+        for number, (part, name, buffer, version, values) in enumerate(self._buffers):
+            if part._buffers.get(name) is not buffer or buffer._version != version:
+                fresh = values.clone()
+                part._buffers[name] = fresh
+                self._buffers[number] = (part, name, fresh, fresh._version, values)
 
 
 def without_hooks(module: nn.Module) -> nn.Module:
