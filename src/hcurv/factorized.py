@@ -20,6 +20,7 @@ from torch import Tensor
 from hcurv.damping import Damping, DeviceLike
 from hcurv.indexing import check_count
 from hcurv.operators import RowPart, RowSource, SymmetricOperator
+from hcurv.precision import full_precision
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -344,6 +345,7 @@ class _Solve(torch.autograd.Function):
         return result
 
     @staticmethod
+    @full_precision
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         result, damping = ctx.saved_tensors
         solved = _Solve.apply(gradients[0].contiguous(), damping, ctx.run)  # type: ignore[no-untyped-call]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hcurv.indexing import check_count, check_seed, is_integer
+from hcurv.precision import FullPrecision
 
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator
@@ -123,7 +124,7 @@ class RowSource(Protocol):
         """Yield the rows of a few points at a time."""
 
 
-class SymmetricOperator(ABC):
+class SymmetricOperator(FullPrecision, ABC):
     """Base class of every matrix-like object of this package.
 
     The public methods check their arguments; subclasses implement the algebra in ``_matmat``.

@@ -15,10 +15,12 @@ from hcurv.losses import Loss
 from hcurv.network.batches import Data
 from hcurv.network.gauss_newton import GaussNewton
 from hcurv.network.model.snapshot import ForwardFunction
+from hcurv.precision import full_precision
 
 __all__ = ["influence"]
 
 
+@full_precision
 def influence(
     model: nn.Module,
     loss: nn.Module | Loss,

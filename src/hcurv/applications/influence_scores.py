@@ -33,6 +33,7 @@ from hcurv.indexing import Index, check_count, check_seed, resolve_indices
 from hcurv.network.batches import Data
 from hcurv.network.gauss_newton import GaussNewton
 from hcurv.network.jacobian_rows import JacobianRows
+from hcurv.precision import FullPrecision
 
 __all__ = ["Influence", "InfluenceWarning", "InfluentialPoints"]
 
@@ -72,7 +73,7 @@ class InfluentialPoints:
     scores: Tensor
 
 
-class Influence:
+class Influence(FullPrecision):
     """Influence of training points on queries. Made by `hcurv.influence`.
 
     Attributes:

@@ -17,6 +17,7 @@ from hcurv.linalg import CGResult, ConvergenceWarning, cg
 from hcurv.losses import Loss
 from hcurv.network.batches import Data
 from hcurv.network.gauss_newton import GaussNewton
+from hcurv.precision import full_precision
 
 __all__ = ["GaussNewtonStep", "gauss_newton_step"]
 
@@ -56,6 +57,7 @@ class GaussNewtonStep:
     seconds: dict[str, float]
 
 
+@full_precision
 def gauss_newton_step(
     model: nn.Module,
     loss: nn.Module | Loss,

@@ -40,6 +40,7 @@ from hcurv.hierarchical.tree.cluster_tree import Distance, cluster, depth_for
 from hcurv.layout import layout_of
 from hcurv.memory import require_bytes
 from hcurv.operators import EntrySource
+from hcurv.precision import full_precision
 from hcurv.sources import as_source, structural_orders
 
 __all__ = ["CompressionWarning", "compress"]
@@ -51,6 +52,7 @@ _KEPT_FLOATS = 2**28
 _MAX_DAMPED_BUILDS = 4
 
 
+@full_precision
 def compress(
     source: EntrySource | Tensor,
     *,

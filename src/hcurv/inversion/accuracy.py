@@ -28,6 +28,7 @@ from hcurv.linalg.block_conjugate_gradients import block_cg
 from hcurv.linalg.quadrature import Quadrature, preconditioned_quadrature
 from hcurv.network.factored_matrix import FactoredMatrix
 from hcurv.operators import PROBE_SEED, SymmetricOperator
+from hcurv.precision import full_precision
 from hcurv.sources import MatrixProduct, as_operator
 
 __all__ = ["Accuracy", "Approximation", "Estimate", "certify", "measure_accuracy"]
@@ -110,6 +111,7 @@ class Approximation(Protocol):
         """Factorize A + D."""
 
 
+@full_precision
 def certify(
     approximation: Approximation,
     matrix: SymmetricOperator | MatrixProduct | Tensor,

@@ -14,6 +14,7 @@ from hcurv.damping import Damping, DampingLike, as_damping
 from hcurv.indexing import check_count
 from hcurv.layout import layout_of
 from hcurv.operators import SymmetricOperator
+from hcurv.precision import full_precision
 from hcurv.sources import MatrixProduct, as_operator
 
 __all__ = ["CGResult", "ConvergenceWarning", "cg"]
@@ -70,6 +71,7 @@ class CGResult:
     message: str
 
 
+@full_precision
 def cg(
     operator: SymmetricOperator | MatrixProduct | Tensor,
     rhs: Tensor,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hcurv.indexing import check_count, check_seed
 from hcurv.operators import SymmetricOperator
+from hcurv.precision import full_precision
 from hcurv.sources import DenseMatrix, MatrixProduct, as_operator
 
 __all__ = ["EigenResult", "eigsh"]
@@ -70,6 +71,7 @@ class _Settings(NamedTuple):
     generator: np.random.Generator
 
 
+@full_precision
 def eigsh(
     operator: SymmetricOperator | MatrixProduct | Tensor,
     k: int = 6,

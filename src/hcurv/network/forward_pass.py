@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from hcurv.network.jacobians.jacobian_plan import refuse_overflow
 from hcurv.network.model.differentiate import differentiate
 from hcurv.network.model.independence import PARITIES, agree
 from hcurv.network.problem import Problem
@@ -85,6 +86,7 @@ def verify(problem: Problem, inputs: Tensor, batch: ForwardPass) -> None:
 
     Raises:
         ChainMismatchError: the outputs or the derivatives differ.
+        ValueError: the derivatives overflow.
     """
     network = problem.network
     assert network is not None
@@ -107,6 +109,7 @@ def verify(problem: Problem, inputs: Tensor, batch: ForwardPass) -> None:
             for (name, parameter), gradient in zip(parameters.items(), found, strict=True)
         }
     )
+    refuse_overflow(expected, batch.points)
     tolerance = torch.finfo(outputs.dtype).eps ** 0.5
     # Layers with small derivatives are compared as carefully as those with large ones.
     floor = 1e-3 * float(expected.norm())

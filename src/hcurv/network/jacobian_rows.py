@@ -24,6 +24,7 @@ from hcurv.network.model_inputs import Inputs, map_inputs, num_points, split_inp
 from hcurv.network.problem import NUM_TRIED, Problem, check_targets
 from hcurv.network.root import Root
 from hcurv.network.root_of_problem import compute_root
+from hcurv.precision import FullPrecision
 
 __all__ = ["JacobianRows", "RowChunk", "gradient_rows", "jacobian_rows"]
 
@@ -52,7 +53,7 @@ class RowChunk:
         return self.root.columns(index)
 
 
-class JacobianRows:
+class JacobianRows(FullPrecision):
     """Rows of derivatives with respect to the parameters, q for each of n points: (n·q, N).
 
     Made by `GaussNewton.jacobian` and `GaussNewton.point_gradients`. Row i·q + a belongs to
@@ -240,7 +241,7 @@ class JacobianRows:
         return torch.cat(parts)
 
 
-class _Transposed:
+class _Transposed(FullPrecision):
     """Jᵀ, for products."""
 
     __array_ufunc__ = None

@@ -20,10 +20,12 @@ from hcurv.network.model.compute import compute_layered_root, model_gradient
 from hcurv.network.precompute import read_chain
 from hcurv.network.problem import Problem
 from hcurv.network.root import Root
+from hcurv.precision import full_precision
 
 __all__ = ["compute_gradient", "compute_root"]
 
 
+@full_precision
 def compute_root(
     problem: Problem,
     workspace: int,

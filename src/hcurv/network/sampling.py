@@ -29,6 +29,7 @@ from hcurv.network.point_order import similarity_order
 from hcurv.network.random_draws import hashed_uniforms, invert_cumulative
 from hcurv.network.root import PairTerms, Root
 from hcurv.network.sampling_accuracy import bound_factor
+from hcurv.precision import FullPrecision
 
 __all__ = ["SampledEntries", "Scheme"]
 
@@ -39,7 +40,7 @@ _SCHEMES = ("importance", "stratified", "uniform")
 _NUM_FEATURES = 12
 
 
-class SampledEntries:
+class SampledEntries(FullPrecision):
     """An unbiased estimate H̃ of every entry of H, which depends on nothing but the seed.
 
     Entry (k, m) has the same value whichever call asks for it, and H̃ is symmetric. The diagonal

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hcurv.indexing import check_count, check_seed
 from hcurv.network.random_draws import invert_cumulative
+from hcurv.precision import full_precision
 
 __all__ = ["SamplingError", "bound_factor", "num_samples_for", "sampling_error"]
 
@@ -68,6 +69,7 @@ class _PairSource(Protocol):
     def pairs(self, rows: Tensor, cols: Tensor) -> Tensor: ...
 
 
+@full_precision
 def sampling_error(
     sampled: _PairSource, exact: _PairSource, num_pairs: int = 10_000, seed: int = 0
 ) -> SamplingError:

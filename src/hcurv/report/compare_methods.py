@@ -22,6 +22,7 @@ from hcurv.losses import Loss
 from hcurv.network.batches import Data
 from hcurv.network.gauss_newton import GaussNewton
 from hcurv.operators import PROBE_SEED, SymmetricOperator
+from hcurv.precision import full_precision
 from hcurv.report.comparison import ComparedMethod, Comparison, ComparisonDetails
 from hcurv.report.inverse_errors import InverseMeasurement, is_exact
 
@@ -31,6 +32,7 @@ __all__ = ["compare"]
 _NUM_COLUMNS = 16
 
 
+@full_precision
 def compare(
     model: nn.Module,
     loss: nn.Module | Loss,

@@ -23,10 +23,12 @@ from hcurv.losses import Loss
 from hcurv.network.batches import Batches, Data
 from hcurv.network.model.snapshot import ForwardFunction, ModelSnapshot, check_parameters
 from hcurv.network.model_inputs import map_inputs
+from hcurv.precision import full_precision
 
 __all__ = ["laplace"]
 
 
+@full_precision
 def laplace(
     model: nn.Module,
     loss: nn.Module | Loss,

@@ -29,6 +29,7 @@ from hcurv.losses import Loss
 from hcurv.network.batches import Batches, Data
 from hcurv.network.model.snapshot import ForwardFunction, ModelSnapshot
 from hcurv.network.model_inputs import Inputs, num_points, split_inputs
+from hcurv.precision import FullPrecision
 
 __all__ = ["LaplacePosterior"]
 
@@ -36,7 +37,7 @@ __all__ = ["LaplacePosterior"]
 _COVARIANCE_FLOATS = 2**24
 
 
-class LaplacePosterior:
+class LaplacePosterior(FullPrecision):
     """A normal distribution of the weights, and what it says about outputs. Made by `laplace`.
 
     Attributes:

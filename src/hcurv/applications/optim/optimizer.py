@@ -18,6 +18,7 @@ from hcurv.indexing import check_count, check_seed
 from hcurv.losses import Loss
 from hcurv.network.batches import Data
 from hcurv.network.model.snapshot import ForwardFunction, check_parameters
+from hcurv.precision import full_precision
 
 __all__ = ["GaussNewton"]
 
@@ -208,6 +209,7 @@ class GaussNewton(Optimizer):
         self._rules.least = float(own["least_damping"])
         self._solver.load(own)
 
+    @full_precision
     def step(self, batch: Data | Callable[[], Data]) -> StepRecord:  # type: ignore[override]
         """Take a step, and say what it did.
 

@@ -29,6 +29,7 @@ from hcurv.indexing import check_count, check_seed
 from hcurv.losses import Loss
 from hcurv.network.batches import Data
 from hcurv.network.model.snapshot import ForwardFunction, unwrapped
+from hcurv.precision import full_precision
 
 __all__ = ["prune"]
 
@@ -41,6 +42,7 @@ _HALVINGS = 4
 _LEAST = 1e-3
 
 
+@full_precision
 def prune(
     model: nn.Module,
     loss: nn.Module | Loss,

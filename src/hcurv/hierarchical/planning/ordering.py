@@ -79,7 +79,8 @@ def _score(
         if length == 0:
             continue
         number = min(number, order.numel() // length)
-        starts = torch.linspace(0, order.numel() - length, number, device=order.device).long()
+        last = order.numel() - length
+        starts = torch.linspace(0, last, number, dtype=torch.float64, device=order.device).long()
         index = order[starts[:, None] + torch.arange(length, device=order.device)]
         samples = _outside(source, order, starts, index, generator)
         norm = torch.linalg.vector_norm(samples, dtype=torch.float64)

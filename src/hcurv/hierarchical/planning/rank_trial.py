@@ -58,7 +58,8 @@ class Subtrees:
     ) -> None:
         self._source, self._places, self.leaf_length = source, places, leaf_length
         number = max(1, min(number, order.numel() // length))
-        starts = torch.linspace(0, order.numel() - length, number, device=order.device).long()
+        last = order.numel() - length
+        starts = torch.linspace(0, last, number, dtype=torch.float64, device=order.device).long()
         index = order[starts[:, None] + torch.arange(length, device=order.device)]
         self._leaves = index.view(-1, leaf_length)
         self._num_levels = (length // leaf_length).bit_length()

@@ -18,6 +18,7 @@ from hcurv.hierarchical.tree.cluster_tree import (
 )
 from hcurv.indexing import Indices, check_count, check_seed, resolve_indices
 from hcurv.operators import EntrySource
+from hcurv.precision import full_precision
 
 __all__ = ["nearest_neighbors", "neighbor_lists"]
 
@@ -28,6 +29,7 @@ _LEAF = 64
 _SETTLED = 0.01
 
 
+@full_precision
 def nearest_neighbors(
     source: EntrySource,
     num_neighbors: int,

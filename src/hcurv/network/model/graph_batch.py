@@ -6,6 +6,7 @@ read agrees with automatic differentiation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -215,6 +216,8 @@ class GraphBatch:
         present = [g for g in expected if g is not None and g.numel()]
         largest = max((float(g.abs().max()) for g in present), default=0.0)
         wrong: set[str] = set()
+        if not math.isfinite(largest):  # Derivatives that overflow are refused later.
+            return wrong
         for (name, parameter), gradient, part in zip(
             self._parameters.items(), expected, read.parts, strict=True
         ):
