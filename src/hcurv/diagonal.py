@@ -62,7 +62,7 @@ class Diagonal(EntryOperator):
             raise TypeError(
                 f"a diagonal must be float32 or float64; got {values.dtype} (convert it with .to())"
             )
-        self.values = values.detach()
+        self.values = values.detach().clone()
         self.layout = layout
 
     def __repr__(self) -> str:
@@ -187,5 +187,5 @@ class DiagonalFactorization(Factorized):
 
     def to(self, device: DeviceLike = None, dtype: torch.dtype | None = None) -> Self:
         """This factorization on another device or in another precision."""
-        check_float_type(dtype)
+        check_float_type(dtype, device)
         return type(self)(self._values.to(device, dtype), self._damping.to(device))

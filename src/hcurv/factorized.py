@@ -328,10 +328,19 @@ class Factorizable(Protocol):
         """Factorize A + damping·I."""
 
 
-def check_float_type(dtype: torch.dtype | None) -> None:
-    """Raise unless a matrix can be converted to this type."""
+def check_float_type(dtype: torch.dtype | None, device: DeviceLike = None) -> None:
+    """Raise unless a matrix can be converted to this type, and moved to this device."""
     if dtype is not None and dtype not in (torch.float32, torch.float64):
         raise TypeError(f"dtype must be torch.float32 or torch.float64; got {dtype}")
+    if device is None:
+        return
+    try:
+        usable = not torch.empty(0, device=device).is_meta
+    except (RuntimeError, AssertionError, TypeError) as error:
+        reason = str(error).split("\n")[0]
+        raise ValueError(f"the device {device!r} cannot be used here: {reason}") from error
+    if not usable:
+        raise ValueError(f"the device {device!r} holds no values")
 
 
 class _Solve(torch.autograd.Function):

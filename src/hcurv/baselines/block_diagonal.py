@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hcurv.damping import Damping, DampingLike, DeviceLike, as_damping
 from hcurv.factorized import Factorized, check_float_type
+from hcurv.indexing import resolve_indices
 from hcurv.layout import layout_of
 from hcurv.memory import require_bytes
 from hcurv.operators import SymmetricOperator
@@ -55,10 +56,10 @@ class BlockDiagonal(SymmetricOperator):
             chosen: Sequence[Tensor] = self.layout.blocks(blocks)
         else:
             chosen = blocks
-        self.rows = [part.to(self._device) for part in chosen]
+        self.rows = [resolve_indices(part, size, self._device, "blocks") for part in chosen]
         everything = torch.cat([*self.rows, torch.zeros(0, dtype=torch.long, device=self._device)])
         if everything.unique().numel() < everything.numel():
-            raise ValueError("blocks must not overlap")
+            raise ValueError("blocks must not overlap, and a block must not repeat a row")
         floats = sum(part.numel() ** 2 for part in self.rows)
         require_bytes(
             2 * floats * self._dtype.itemsize,
@@ -215,7 +216,7 @@ class BlockDiagonalFactorization(Factorized):
 
     def to(self, device: DeviceLike = None, dtype: torch.dtype | None = None) -> Self:
         """This factorization on another device or in another precision."""
-        check_float_type(dtype)
+        check_float_type(dtype, device)
         return type(self)(
             [rows.to(device) for rows in self._rows],
             [factor.to(device) for factor in self._factors],

@@ -88,7 +88,7 @@ class KFACFactorization(Factorized):
             device: the device; None for the present one.
             dtype: torch.float32 or torch.float64; None for the present one.
         """
-        check_float_type(dtype)
+        check_float_type(dtype, device)
         chain = self._chain.to(device, dtype)
         return type(self)(self._layers, chain, self._damping.to(device), self._shifts)
 

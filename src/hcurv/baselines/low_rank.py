@@ -218,7 +218,7 @@ class LowRankFactorization(Factorized):
 
     def to(self, device: DeviceLike = None, dtype: torch.dtype | None = None) -> Self:
         """This factorization on another device or in another precision."""
-        check_float_type(dtype)
+        check_float_type(dtype, device)
         return type(self)(
             self._basis.to(device, dtype), self._shares.to(device), self._damping.to(device)
         )

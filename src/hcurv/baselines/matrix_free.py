@@ -177,7 +177,7 @@ class MatrixFreeSolver(Factorized):
 
     def to(self, device: DeviceLike = None, dtype: torch.dtype | None = None) -> Self:
         """This solver, as it is: its matrix belongs to a model of one type on one device."""
-        check_float_type(dtype)
+        check_float_type(dtype, device)
         if (device is None or torch.device(device) == self.device) and dtype in (None, self.dtype):
             return self
         raise NotFactorizableError(

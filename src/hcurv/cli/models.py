@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -198,14 +198,14 @@ def _call_factory(factory: str) -> nn.Module:
     with redirect_stdout(sys.stderr):  # only results go to stdout
         try:
             module = importlib.import_module(module_name)
-        except Exception as error:  # the code of the module may raise anything
+        except (Exception, SystemExit) as error:  # the code of the module may raise anything
             raise ImportError(f"--model: {module_name} cannot be imported: {error}") from error
         function = getattr(module, function_name, None)
         if not callable(function):
             raise ValueError(f"--model: {module_name} has no function {function_name!r}")
         try:
             model = function()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ValueError(
                 f"--model: {factory} failed: {type(error).__name__}: {error}"
             ) from error
@@ -213,6 +213,19 @@ def _call_factory(factory: str) -> nn.Module:
         raise TypeError(
             f"--model: {factory} must return a torch.nn.Module; got {type(model).__name__}"
         )
+    return _printing_to_stderr(model)
+
+
+def _printing_to_stderr(model: nn.Module) -> nn.Module:
+    """Let what the forward pass prints go to stderr, because only results go to stdout."""
+    kind: Any = type(model)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with redirect_stdout(sys.stderr):
+            return kind.__call__(self, *args, **kwargs)
+
+    names = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    model.__class__ = type(kind.__name__, (kind,), names)
     return model
 
 

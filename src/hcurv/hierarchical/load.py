@@ -7,6 +7,7 @@ from os import PathLike
 
 import torch
 
+from hcurv.factorized import check_float_type
 from hcurv.hierarchical.matrix import storage
 from hcurv.hierarchical.matrix.hmatrix import HMatrix
 from hcurv.hierarchical.near_field.matrix import NEAR_FIELD, make_near_field
@@ -36,4 +37,5 @@ def load(path: str | PathLike[str], device: torch.device | str = "cpu") -> HMatr
         storage.FACTORIZATION: storage.make_factorization,
         NEAR_FIELD: make_near_field,
     }
+    check_float_type(None, device)
     return storage.read_file(path, device, makers)

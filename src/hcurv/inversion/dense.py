@@ -130,7 +130,7 @@ class DenseFactorization(Factorized):
 
     def to(self, device: DeviceLike = None, dtype: torch.dtype | None = None) -> Self:
         """This factorization on another device, or with right-hand sides of another precision."""
-        check_float_type(dtype)
+        check_float_type(dtype, device)
         return type(self)(
             self._factor.to(device),
             self._rows.to(device),

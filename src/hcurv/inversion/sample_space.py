@@ -190,7 +190,7 @@ class SampleSpaceFactorization(Factorized):
 
     def to(self, device: DeviceLike = None, dtype: torch.dtype | None = None) -> Self:
         """This factorization with right-hand sides of another precision, on the same device."""
-        check_float_type(dtype)
+        check_float_type(dtype, device)
         if device is not None and torch.device(device) != self.device:
             raise NotFactorizableError(
                 f"a factorization in sample space is on {self.device}, as its matrix: build the"

@@ -7,6 +7,7 @@ reshuffles.
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from hcurv.network.model_inputs import Inputs, is_inputs, map_inputs, num_points, tensors_of
 
-__all__ = ["Batches", "Data", "Survey", "convert_targets"]
+__all__ = ["Batches", "Data", "Survey", "check_dense", "convert_targets", "is_finite"]
 
 Batch: TypeAlias = tuple[Inputs, Tensor | None]
 Data: TypeAlias = Inputs | tuple[Inputs, Tensor] | Iterable[Inputs | tuple[Inputs, Tensor]]
@@ -32,7 +33,7 @@ class Survey:
         num_points: the number n of points.
         first_inputs: the inputs of the first batch.
         targets: the targets of all points, or None if the data has none.
-        checksums: a checksum of the inputs of each batch, in order.
+        checksums: a checksum of each batch, in order.
     """
 
     num_points: int
@@ -54,9 +55,12 @@ class Batches:
 
     Raises:
         TypeError: ``data`` is none of these, or can be read only once.
+        ValueError: ``data`` is a list of two tensors that may be two batches of inputs as well as
+            inputs and targets.
     """
 
     def __init__(self, data: Data, dtype: torch.dtype, device: torch.device) -> None:
+        data = _as_pair(data)
         whole = isinstance(data, Tensor | Mapping) or _is_pair(data)
         if not whole and not isinstance(data, Iterable):
             raise TypeError(f"{_EXPECTED}; got {type(data).__name__}")
@@ -72,13 +76,14 @@ class Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield inputs and targets batch by batch, checked and moved; skip empty batches."""
-        for position, item in enumerate(self._source):
+        for position, item in enumerate(_numbered(self._source)):
             inputs, targets = _split(item, position)
             _check_inputs(inputs, targets, position, self._dtype)
             if num_points(inputs):
                 converted = None
                 if targets is not None:
-                    converted = convert_targets(targets, self._dtype, self._device)
+                    where = f"targets of batch {position}"
+                    converted = convert_targets(targets, self._dtype, self._device, where)
                 yield map_inputs(lambda tensor: tensor.detach().to(self._device), inputs), converted
 
     def survey(self) -> Survey:
@@ -92,24 +97,23 @@ class Batches:
         targets: list[Tensor] = []
         checksums: list[int] = []
         for inputs, batch_targets in self:
-            if first is None:
-                first = inputs
+            if first is None:  # A loader may use the same memory for every batch.
+                first = inputs if self._whole else map_inputs(torch.clone, inputs)
             if _point_shapes(inputs) != _point_shapes(first):
                 raise ValueError(
                     f"batch {len(checksums)} has points of shape {_listed(inputs)}, the"
                     f" first batch {_listed(first)} (to pass inputs and targets at once,"
-                    " use a tuple (inputs, targets), not a list)"
+                    " use a tuple (inputs, targets))"
                 )
             for tensor in tensors_of(inputs):
-                if tensor.is_floating_point() and tensor.numel():
-                    if not all(math.isfinite(extreme) for extreme in torch.aminmax(tensor)):
-                        raise ValueError(
-                            f"inputs of batch {len(checksums)} have NaN or infinite values"
-                        )
+                if not is_finite(tensor):
+                    raise ValueError(
+                        f"inputs of batch {len(checksums)} have NaN or infinite values"
+                    )
             total += num_points(inputs)
             if batch_targets is not None:
-                targets.append(batch_targets)
-            checksums.append(self._checksum(inputs))
+                targets.append(batch_targets.clone())
+            checksums.append(self._checksum(inputs, batch_targets))
         if first is None:
             raise ValueError("data is empty: at least one point is needed")
         if targets and len(targets) != len(checksums):
@@ -125,19 +129,27 @@ class Batches:
         position = 0
         for position, (inputs, targets) in enumerate(self, start=1):
             expected = survey.checksums[position - 1 : position]
-            if (self._checksum(inputs),) != expected:
+            if (self._checksum(inputs, targets),) != expected:
                 raise ValueError(_CHANGED)
             yield inputs, targets
         if position != len(survey.checksums):
             raise ValueError(_CHANGED)
 
-    def _checksum(self, inputs: Inputs) -> int:
+    def _checksum(self, inputs: Inputs, targets: Tensor | None) -> int:
+        """A number that changes with the values of a batch."""
+        tensors = tensors_of(inputs) if targets is None else [*tensors_of(inputs), targets]
         result = 0
-        if not self._whole:  # A tensor in memory cannot reshuffle.
-            for tensor in tensors_of(inputs):
-                result = zlib.crc32(tensor.cpu().contiguous().numpy().tobytes(), result)
+        for tensor in tensors:
+            if self._whole:  # It cannot reshuffle, but its owner may change it: look at some of it.
+                version = 0 if tensor.is_inference() else tensor._version
+                result = zlib.crc32(version.to_bytes(8, "little"), result)
+                tensor = tensor.flatten()[:: 1 + tensor.numel() // _LOOKED_AT]
+            result = zlib.crc32(tensor.cpu().contiguous().numpy().tobytes(), result)
         return result
 
+
+# Entries of data in memory that are compared from pass to pass.
+_LOOKED_AT = 2**14
 
 _EXPECTED = (
     "data must be inputs (a tensor, or a dictionary of tensors), a tuple (inputs, targets), or an"
@@ -149,26 +161,97 @@ _CHANGED = (
 )
 
 
-def convert_targets(targets: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+def convert_targets(
+    targets: Tensor, dtype: torch.dtype, device: torch.device, where: str = "targets"
+) -> Tensor:
     """Move targets to a device, and convert them to one floating-point and one integer type.
 
     Args:
         targets: class labels of any integer type, or numbers of any floating-point type.
         dtype: the floating-point type of the network.
         device: the device of the network.
+        where: what to call them in messages.
 
     Returns:
         int64 for integers, ``dtype`` for floating-point numbers, booleans as they are.
 
     Raises:
-        TypeError: the targets are complex.
+        TypeError: the targets are complex, or not dense.
+        ValueError: they are NaN, infinite, or labels beyond 2⁶³.
     """
+    check_dense(targets, where)
     if targets.is_complex():
-        raise TypeError(f"targets must be real numbers or class labels; got {targets.dtype}")
+        raise TypeError(f"{where} must be real numbers or class labels; got {targets.dtype}")
     targets = targets.detach().to(device)
     if targets.is_floating_point():
-        return targets.to(dtype)
+        converted = targets.to(dtype)
+        if not is_finite(converted):
+            raise ValueError(f"{where} have NaN or infinite values")
+        return converted
+    if targets.dtype == torch.uint64 and bool((targets.view(torch.int64) < 0).any()):
+        raise ValueError(f"{where} have labels of 2^63 and more")
     return targets if targets.dtype == torch.bool else targets.long()
+
+
+def check_dense(tensor: Tensor, where: str) -> None:
+    """Refuse tensors without values, and those that are not stored entry by entry.
+
+    Raises:
+        TypeError: the tensor is sparse, nested, quantized or on the meta device.
+    """
+    if tensor.is_meta:
+        raise TypeError(f"{where} are on the device 'meta', which holds no values")
+    if tensor.is_nested:
+        raise TypeError(f"{where} are a nested tensor: pad the points to one shape")
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout)
+        way = "dequantize" if tensor.is_quantized else "to_dense"
+        raise TypeError(f"{where} must be a dense tensor; got {kind} (convert it with .{way}())")
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all entries are finite numbers."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    return all(math.isfinite(extreme) for extreme in torch.aminmax(tensor))
+
+
+def _numbered(source: Iterable[object]) -> Iterator[object]:
+    """The same items; an error of the iterable itself says at which batch it happened."""
+    iterator = iter(source)
+    for position in itertools.count():
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        except Exception as error:
+            if hasattr(error, "add_note"):  # Python 3.11 and later
+                error.add_note(f"This happened while batch {position} of the data was read.")
+            raise
+        yield item
+
+
+def _as_pair(data: Data) -> Data:
+    """A list of inputs and targets, as a DataLoader yields it, as a tuple; else the data itself.
+
+    Raises:
+        ValueError: a list of two tensors may be that, or two batches of inputs.
+    """
+    if not isinstance(data, list) or len(data) != 2:
+        return data
+    first, second = data
+    if not isinstance(second, Tensor) or not isinstance(first, Tensor | Mapping):
+        return data
+    if isinstance(first, Mapping):
+        return first, second
+    if first.ndim == 0 or second.ndim == 0 or first.shape[0] != second.shape[0]:
+        return data
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return first, second
+    raise ValueError(
+        f"a list of two tensors of one shape, {tuple(first.shape)}, may be inputs and targets, or"
+        " two batches of inputs: pass a tuple (inputs, targets), or [(inputs,), (more_inputs,)]"
+    )
 
 
 def _is_pair(item: object) -> bool:
@@ -203,6 +286,7 @@ def _check_inputs(
 ) -> None:
     """Refuse a batch whose inputs have another type or too few axes, or do not fit its targets."""
     for tensor in tensors_of(inputs):
+        check_dense(tensor, f"inputs of batch {position}")
         if tensor.is_complex() or (tensor.is_floating_point() and tensor.dtype != dtype):
             raise TypeError(
                 f"inputs must be {dtype}, like the parameters; batch {position} is {tensor.dtype}"
@@ -212,6 +296,11 @@ def _check_inputs(
             raise ValueError(
                 "inputs must have one row per point, (points, features);"
                 f" batch {position} has shape {tuple(tensor.shape)}"
+            )
+        if tensor.shape[0] and not tensor.numel():
+            raise ValueError(
+                f"inputs of batch {position} have points of shape {tuple(tensor.shape[1:])},"
+                " which are empty"
             )
     counts = {tensor.shape[0] for tensor in tensors_of(inputs)}
     if len(counts) > 1:

@@ -23,6 +23,7 @@ from hcurv.network.model.snapshot import ForwardFunction
 from hcurv.network.problem import check_targets, loss_scale, read_problem
 from hcurv.network.random_draws import draw_points
 from hcurv.network.reading import Network
+from hcurv.network.representable import require_representable
 from hcurv.network.root_of_problem import compute_gradient, compute_root
 from hcurv.network.sampling import SampledEntries, Scheme
 
@@ -102,6 +103,7 @@ class GaussNewton(FactoredMatrix):
             tqdm(total=problem.num_points, unit="points", disable=not progress) as bar,
         ):
             root, problem, self._memory_plan = compute_root(problem, int(workspace), bar.update)
+            require_representable(root, int(workspace))
         self._problem = problem
         self._points: Tensor | None = None
         self._point_weights: Tensor | None = None

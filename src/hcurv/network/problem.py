@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -144,7 +145,8 @@ def read_problem(
         TypeError, ValueError: the loss is not supported, or the data does not fit the model or
             the loss.
     """
-    known_loss = as_loss(loss)
+    # Weights of the loss may be changed later.
+    known_loss = copy.deepcopy(as_loss(loss))
     choice = RowChoice() if choice is None else choice
     dtype, device = check_parameters(model)
     with torch.no_grad():

@@ -36,8 +36,8 @@ def num_samples_for(epsilon: float, delta: float) -> int:
         >>> hcurv.num_samples_for(epsilon=0.1, delta=0.05)
         3476
     """
-    if not epsilon > 0:
-        raise ValueError(f"epsilon must be positive; got {epsilon}")
+    if not (epsilon > 0 and math.isfinite(epsilon)):
+        raise ValueError(f"epsilon must be a positive, finite number; got {epsilon}")
     return math.ceil((bound_factor(delta) / epsilon) ** 2)
 
 

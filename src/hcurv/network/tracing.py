@@ -7,7 +7,9 @@ elementwise.
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 
 import torch
@@ -86,7 +88,8 @@ def trace_stages(module: nn.Module) -> list[Stage]:
         UnsupportedModelError: the forward pass cannot be traced, or is not a chain.
     """
     try:
-        graph = _Tracer().trace(module)
+        with redirect_stdout(io.StringIO()):  # The forward pass may print what it computes.
+            graph = _Tracer().trace(module)
     except Exception as error:  # A forward method may raise anything on symbolic input.
         raise UnsupportedModelError(
             f"torch.fx cannot trace {type(module).__name__} ({error}).",

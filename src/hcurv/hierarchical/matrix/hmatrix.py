@@ -318,7 +318,7 @@ class HMatrix(EntryOperator):
             >>> A.to(dtype=torch.float32).dtype
             torch.float32
         """
-        check_float_type(dtype)
+        check_float_type(dtype, device)
         dtype = self.dtype if dtype is None else dtype
 
         def move(tensor: Tensor) -> Tensor:

@@ -168,7 +168,7 @@ class Factorization(Factorized):
             >>> F.to(dtype=torch.float32).solve(b.float()).dtype
             torch.float32
         """
-        check_float_type(dtype)
+        check_float_type(dtype, device)
         dtype = self.dtype if dtype is None else dtype
 
         def move(tensor: Tensor) -> Tensor:

@@ -151,6 +151,19 @@ def _copied(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
     return copied, computed
 
 
+def _unusable(parameter: nn.Parameter) -> str | None:
+    """What is wrong with a parameter; None if nothing is."""
+    if nn.parameter.is_lazy(parameter):
+        return "is lazy: run the model once on a batch of inputs, so that it gets its shape"
+    if parameter.is_meta:
+        return "is on the device 'meta', which holds no values"
+    if parameter.is_inference():
+        return "was made inside torch.inference_mode(): make the model outside of it"
+    if parameter.layout != torch.strided:
+        return f"must be a dense tensor; got {parameter.layout}"
+    return None if bool(torch.isfinite(parameter).all()) else "has NaN or infinite values"
+
+
 def check_parameters(model: nn.Module) -> tuple[torch.dtype, torch.device]:
     """The type and device of all parameters; refuse those that do not fit.
 
@@ -175,13 +188,13 @@ def check_parameters(model: nn.Module) -> tuple[torch.dtype, torch.device]:
     if len(devices) > 1:
         raise ValueError(f"parameters must be on one device; got {', '.join(sorted(devices))}")
     for name, parameter in everything.items():
+        if problem := _unusable(parameter):
+            raise ValueError(f"the parameter '{name}' {problem}")
         if parameter.requires_grad and parameter._backward_hooks:
             raise UnsupportedModelError(
                 f"the parameter '{name}' has a hook on its gradient, which is no part of the"
                 " forward pass.",
                 "Remove it with handle.remove(), and apply what it does in forward().",
             )
-        if not bool(torch.isfinite(parameter).all()):
-            raise ValueError(f"the parameter '{name}' has NaN or infinite values")
     first = next(iter(everything.values()))
     return first.dtype, first.device
