@@ -167,12 +167,29 @@ def test_block_solves() -> None:
     assert_close(diagonal.factorize(damping).solve(rhs), expected)
     some = BlockDiagonal(operator, [torch.arange(3, 9), torch.arange(20, 22)])
     check_solves(some.factorize(damping), some.to_dense() + identity)
+    from_the_end = BlockDiagonal(operator, [torch.arange(3, 9), torch.tensor([-2, -1])])
+    same = BlockDiagonal(operator, [torch.arange(3, 9), torch.arange(size - 2, size)])
+    assert torch.equal(from_the_end.to_dense(), same.to_dense())
+    check_solves(from_the_end.factorize(damping), same.to_dense() + identity)
+    for repeated in ([torch.tensor([-1]), torch.tensor([size - 1])], [torch.tensor([3, 3])]):
+        with pytest.raises(ValueError, match="must not overlap, and a block must not repeat"):
+            BlockDiagonal(operator, repeated)
+    with pytest.raises(IndexError, match="blocks"):
+        BlockDiagonal(operator, [torch.tensor([size])])
     with pytest.raises(ValueError, match="must not overlap"):
         BlockDiagonal(operator, [torch.arange(3), torch.arange(2, 5)])
     with pytest.raises(TypeError, match="needs a GaussNewton"):
         BlockDiagonal(hcurv.compress(torch.eye(3)), "layer")
     with pytest.raises(ValueError, match="blocks must be"):
         BlockDiagonal(operator, "row")
+
+
+def test_a_diagonal_shares_no_memory() -> None:
+    values = normal(5).abs()
+    diagonal = Diagonal(values)
+    before = diagonal.to_dense()
+    values.zero_()
+    assert torch.equal(diagonal.to_dense(), before)
 
 
 def test_matrix_free() -> None:

@@ -137,6 +137,25 @@ def convolution():
         nn.Unflatten(1, (1, 3, 3)), nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 4)
     )
 
+class Loud(nn.Linear):
+    def forward(self, x):
+        print("forward pass of", type(x))
+        return super().forward(x)
+
+def loud():
+    return nn.Sequential(Loud(9, 5), nn.Tanh(), nn.Linear(5, 4))
+
+class LoudWhole(Skewed):
+    def forward(self, x):
+        print("forward pass of", type(x))
+        return super().forward(x)
+
+def loud_chain():
+    return LoudWhole()
+
+def leaves():
+    raise SystemExit(0)
+
 def fails():
     raise KeyError("no such size")
 
@@ -176,6 +195,13 @@ def test_factory_with_and_without_weights(network: Network, factory: str, tmp_pa
     assert not np.allclose(own, last_first, rtol=1e-2)
 
 
+@pytest.mark.parametrize("name", ["loud", "loud_chain"])
+def test_what_a_forward_pass_prints_is_no_result(network: Network, factory: str, name: str) -> None:
+    arguments = ["--data", network.data, *CROSS_ENTROPY, "--model", f"{factory}:{name}"]
+    for command in (["diagonal"], ["eigs", "-k", "2"], ["solve", "--damping", "0.1", "--logdet"]):
+        assert succeed_json(command[0], *arguments, *command[1:])
+
+
 def test_a_convolution_by_its_factory(network: Network, factory: str, tmp_path: Path) -> None:
     """Every command that reads a model reads any model."""
     arguments = ["--data", network.data, *CROSS_ENTROPY, "--model", f"{factory}:convolution"]
@@ -205,6 +231,7 @@ def test_a_convolution_by_its_factory(network: Network, factory: str, tmp_path: 
     ("model", "message"),
     [
         ("{}:fails", "failed: KeyError: 'no such size'"),
+        ("{}:leaves", "failed: SystemExit: 0"),
         ("{}:other", "must return a torch.nn.Module; got int"),
         ("{}:nothing", "has no function 'nothing'"),
         ("{}", "must look like package.module:function"),

@@ -227,7 +227,7 @@ BAD_DATA: list[tuple[Any, type[Exception], str]] = [
     ([], ValueError, "data is empty"),
     (VECTORS[:0], ValueError, "data is empty"),
     (torch.full((2, 6), torch.nan).double(), ValueError, "NaN or infinite"),
-    ([VECTORS, VECTORS[:, :5]], ValueError, "points of shape"),
+    ([VECTORS, VECTORS[:4, :5]], ValueError, "points of shape"),
     (iter([VECTORS]), TypeError, "read only once"),
     (7, TypeError, "data must be inputs"),
     ((VECTORS, normal(4, 3)), ValueError, "5 inputs but targets of shape"),

@@ -422,3 +422,56 @@ def test_every_pass_sees_the_buffers_that_the_model_has() -> None:
     model = prepared(lambda: build(_counted, count=torch.zeros(())))
     assert_is(hcurv.GaussNewton(model, LOSS, (INPUTS, LABELS)).to_dense(), expected)
     assert model.count == 0
+
+
+def _with_constant(self: Any, x: Tensor) -> Tensor:
+    # torch.fx stores such constants on the module that it traces.
+    return self.b((self.a(x) * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]).double()).tanh())
+
+
+def test_reading_leaves_the_model_as_it_was() -> None:
+    model = prepared(lambda: build(_with_constant))
+    before = set(vars(model))
+    hcurv.GaussNewton(model, LOSS, (INPUTS, LABELS))
+    hcurv.baselines.KFAC(model, LOSS, (INPUTS, LABELS))
+    assert set(vars(model)) == before
+
+
+@pytest.mark.parametrize("layered", [False, True])
+def test_hooks_see_points_of_the_data_alone(layered: bool) -> None:
+    model = prepared(mlp)
+    if layered:
+        model.append(nn.Softmax(1))
+    calls: list[Tensor] = []
+    model.register_forward_hook(lambda module, args, output: calls.append(args[0]))
+    hcurv.GaussNewton(model, LOSS, (INPUTS, LABELS))
+    known = {tuple(point.tolist()) for point in INPUTS}
+    for seen in calls:
+        assert type(seen) is Tensor
+        assert {tuple(point.tolist()) for point in seen} <= known
+    # The first points are tried five times, and each point of a chain is run once.
+    assert len(calls) <= (12 if layered else 6)
+
+
+def test_benign_hooks_keep_the_fast_form() -> None:
+    model = prepared(mlp)
+    seen: list[Any] = []
+    model[0].register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    assert hcurv.GaussNewton(model, LOSS, (INPUTS, LABELS)).network is not None
+
+
+@pytest.mark.parametrize(
+    "name", ["pruned bias", "one row clipped", "gradient reversal", "hook that clamps one point"]
+)
+def test_other_uses_read_the_same_model(name: str) -> None:
+    model = prepared(CASES[name])
+    matrix, gradient = expected_of(prepared(CASES[name]), INPUTS, LABELS)
+    step = hcurv.gauss_newton_step(model, LOSS, (INPUTS, LABELS), damping=0.1, tolerance=1e-10)
+    damped = matrix + 0.1 * torch.eye(len(matrix)).double()
+    found = torch.cat([part.reshape(-1) for part in step.by_name.values()])
+    wanted = -torch.linalg.solve(damped, gradient)
+    assert float((found - wanted).norm()) < 1e-8 * float(wanted.norm())
+    blocks = hcurv.baselines.KFAC(model, LOSS, (INPUTS, LABELS))
+    # K-FAC is exact for the bias of the last layer, whose inputs are ones.
+    own = blocks.layout.select("*bias*" if name == "pruned bias" else "*.bias")[-3:]
+    assert_is(blocks.to_dense()[own][:, own], matrix[own][:, own])

@@ -288,6 +288,9 @@ def test_bad_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             sampled.error_bound([0], [1], delta)
     with pytest.raises(ValueError, match="epsilon must be positive; got 0"):
         hcurv.num_samples_for(0, 0.1)
+    for epsilon in (math.inf, math.nan):
+        with pytest.raises(ValueError, match="epsilon must be a positive, finite number"):
+            hcurv.num_samples_for(epsilon, 0.1)
     with pytest.raises(ValueError, match="not 'uniform'"):
         operator.sample_entries(5, "uniform").error_bound([0], [1], 0.1)
     with pytest.raises(ValueError, match="same length; got 1 and 2"):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hcurv.network.model_inputs import Inputs, is_inputs, map_inputs, num_points, tensors_of
 
-__all__ = ["Batches", "Data", "Survey", "check_dense", "convert_targets", "is_finite"]
+__all__ = ["Batches", "Data", "Survey", "check_dense", "convert_targets"]
 
 Batch: TypeAlias = tuple[Inputs, Tensor | None]
 Data: TypeAlias = Inputs | tuple[Inputs, Tensor] | Iterable[Inputs | tuple[Inputs, Tensor]]
@@ -93,7 +93,7 @@ class Batches:
             ValueError: the data is empty, the batches do not go together, or an input is not
                 finite.
         """
-        total, first = 0, None
+        total, first, largest = 0, None, 0.0
         targets: list[Tensor] = []
         checksums: list[int] = []
         for inputs, batch_targets in self:
@@ -106,16 +106,24 @@ class Batches:
                     " use a tuple (inputs, targets))"
                 )
             for tensor in tensors_of(inputs):
-                if not is_finite(tensor):
+                extreme = _largest(tensor)
+                if not math.isfinite(extreme):
                     raise ValueError(
                         f"inputs of batch {len(checksums)} have NaN or infinite values"
                     )
+                largest = max(largest, extreme)
             total += num_points(inputs)
             if batch_targets is not None:
                 targets.append(batch_targets.clone())
             checksums.append(self._checksum(inputs, batch_targets))
         if first is None:
             raise ValueError("data is empty: at least one point is needed")
+        # Smaller numbers than this are flushed to zero, because their squares vanish.
+        if 0 < largest < torch.finfo(self._dtype).tiny ** 0.5:
+            raise ValueError(
+                f"the largest input is {largest:.0e}, so that the entries of the matrix underflow"
+                f" in {self._dtype} (scale the inputs, or convert model and data to float64)"
+            )
         if targets and len(targets) != len(checksums):
             raise ValueError("some batches have targets and some do not")
         return Survey(total, first, torch.cat(targets) if targets else None, tuple(checksums))
@@ -185,7 +193,7 @@ def convert_targets(
     targets = targets.detach().to(device)
     if targets.is_floating_point():
         converted = targets.to(dtype)
-        if not is_finite(converted):
+        if not math.isfinite(_largest(converted)):
             raise ValueError(f"{where} have NaN or infinite values")
         return converted
     if targets.dtype == torch.uint64 and bool((targets.view(torch.int64) < 0).any()):
@@ -209,11 +217,12 @@ def check_dense(tensor: Tensor, where: str) -> None:
         raise TypeError(f"{where} must be a dense tensor; got {kind} (convert it with .{way}())")
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Whether all entries are finite numbers."""
+def _largest(tensor: Tensor) -> float:
+    """The largest magnitude of floating-point numbers; NaN if there is a NaN among them."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
-        return True
-    return all(math.isfinite(extreme) for extreme in torch.aminmax(tensor))
+        return 0.0
+    least, most = torch.aminmax(tensor)
+    return float(torch.maximum(-least, most))
 
 
 def _numbered(source: Iterable[object]) -> Iterator[object]:
