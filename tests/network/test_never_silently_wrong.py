@@ -193,6 +193,16 @@ def _hooked_gradient(function: Callable[[Tensor], Tensor]) -> Callable[..., Tens
     return forward
 
 
+def _autocast_inside(self: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        h = self.a(x)
+    return self.b(h.float().tanh())
+
+
+def _half_inside(self: Any, x: Tensor) -> Tensor:
+    return self.b(self.a(x).half().tanh().float())
+
+
 def _clamping_hook() -> nn.Module:
     model = mlp()
     model[0].register_forward_hook(lambda module, args, output: output.clamp(-0.4, 0.4))
@@ -218,6 +228,13 @@ def _hook_in_place() -> nn.Module:
 def _parameter_hook() -> nn.Module:
     model = mlp()
     model[0].weight.register_hook(lambda gradient: 2 * gradient)
+    return model
+
+
+def _patched() -> nn.Module:
+    model = mlp()
+    inner = model[0].forward
+    model[0].forward = lambda x: 2 * inner(x)
     return model
 
 
@@ -352,6 +369,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "not linear|influence each other",
     ),
     "reentrant checkpoint": (lambda: build(_checkpointed(True)), "reentrant"),
+    "patched layer": (_patched, "uses '0.weight' of the model itself"),
     "hook of a parameter": (_parameter_hook, "'0.weight' has a hook"),
 }
 
@@ -474,3 +492,28 @@ def test_other_uses_read_the_same_model(name: str) -> None:
     blocks = hcurv.baselines.KFAC(model, LOSS, (INPUTS, LABELS), num_samples=None)
     own = slice(30, 35)
     assert_is(blocks.to_dense()[own, own], matrix[own, own])
+
+
+@pytest.mark.parametrize("forward", [_autocast_inside, _half_inside])
+def test_half_precision_inside_is_refused(forward: Callable[..., Tensor]) -> None:
+    model = prepared(lambda: build(forward)).float()
+    with pytest.raises(hcurv.UnsupportedModelError, match=r"influence each other|half precision"):
+        hcurv.GaussNewton(model, LOSS, (INPUTS.float(), LABELS))
+
+
+def test_random_numbers_of_the_user_are_left_alone() -> None:
+    state = torch.get_rng_state()
+    with pytest.raises(hcurv.UnsupportedModelError):
+        hcurv.GaussNewton(prepared(lambda: build(_rare_dropout)), LOSS, (INPUTS, LABELS))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_losses_that_were_changed_are_refused() -> None:
+    hooked, patched = nn.CrossEntropyLoss(), nn.CrossEntropyLoss()
+    hooked.register_forward_hook(lambda module, args, output: 2 * output)
+    patched.forward = lambda outputs, targets: 0 * outputs.sum()
+    for loss in (hooked, patched):
+        with pytest.raises(TypeError, match="hooks or a forward method of its own"):
+            hcurv.GaussNewton(prepared(mlp), loss, (INPUTS, LABELS))
+    with pytest.raises(ValueError, match=r"label_smoothing must lie in \[0, 1\]; got 2"):
+        hcurv.GaussNewton(prepared(mlp), nn.CrossEntropyLoss(label_smoothing=2), INPUTS)

@@ -35,6 +35,13 @@ def as_loss(loss: nn.Module | Loss) -> Loss:
     """
     if isinstance(loss, Loss):
         return loss
+    if isinstance(loss, nn.Module) and (
+        loss._forward_hooks or loss._forward_pre_hooks or "forward" in vars(loss)
+    ):
+        raise TypeError(
+            f"this {type(loss).__name__} has hooks or a forward method of its own, for which no"
+            " Hessian is known: pass the loss without them, or a subclass of hcurv.losses.Loss"
+        )
     if type(loss) is nn.CrossEntropyLoss:
         return CrossEntropy(
             loss.weight, loss.ignore_index, loss.label_smoothing, _reduction(loss.reduction)

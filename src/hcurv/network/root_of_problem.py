@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from hcurv.network import products
@@ -42,6 +43,14 @@ def compute_root(
         S; the problem, whose ``network`` is None if the model turned out to be no chain; and what
         was planned to be stored.
     """
+    # A model that turns out to be random must leave the user's random numbers as they were.
+    with torch.random.fork_rng(devices=[problem.device] if problem.device.type == "cuda" else []):
+        return _compute_root(problem, workspace, progress)
+
+
+def _compute_root(
+    problem: Problem, workspace: int, progress: Callable[[int], object] | None
+) -> tuple[Root, Problem, MemoryPlan]:
     if problem.network is not None:
         done = 0
 

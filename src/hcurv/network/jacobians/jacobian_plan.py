@@ -153,5 +153,6 @@ def refuse_overflow(derivatives: Tensor, points: slice) -> None:
     """Raise a ValueError if the derivatives at some points are not finite."""
     if not all(math.isfinite(extreme) for extreme in torch.aminmax(derivatives)):
         raise ValueError(
-            f"the network's derivatives overflow at points {points.start} to {points.stop - 1}"
+            f"the network's derivatives overflow at points {points.start} to {points.stop - 1}:"
+            " the weights or the inputs are too large, or a function has no derivative there"
         )

@@ -136,8 +136,9 @@ class ModelReader:
                 raise UnsupportedModelError(
                     f"the derivatives of the outputs with respect to '{sorted(wrong)[0]}' could not"
                     " be read: those of single points do not add up to those of a batch.",
-                    "Do points of a batch influence each other, is the forward pass random, or does"
-                    " a hook change gradients in a way that is not linear?",
+                    "Do points of a batch influence each other, is the forward pass random, does it"
+                    " compute in half precision, or does a hook change gradients in a way that is"
+                    " not linear?",
                 )
             self._unruly |= wrong
 
