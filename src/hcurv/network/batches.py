@@ -34,12 +34,14 @@ class Survey:
         first_inputs: the inputs of the first batch.
         targets: the targets of all points, or None if the data has none.
         checksums: a checksum of each batch, in order.
+        largest: the largest magnitude of floating-point inputs; 0 if there are none.
     """
 
     num_points: int
     first_inputs: Inputs
     targets: Tensor | None
     checksums: tuple[int, ...]
+    largest: float
 
 
 class Batches:
@@ -126,7 +128,8 @@ class Batches:
             )
         if targets and len(targets) != len(checksums):
             raise ValueError("some batches have targets and some do not")
-        return Survey(total, first, torch.cat(targets) if targets else None, tuple(checksums))
+        everything = torch.cat(targets) if targets else None
+        return Survey(total, first, everything, tuple(checksums), largest)
 
     def reread(self, survey: Survey) -> Iterator[Batch]:
         """Yield the batches again, and make sure that they are those of the survey.

@@ -103,7 +103,7 @@ class GaussNewton(FactoredMatrix):
             tqdm(total=problem.num_points, unit="points", disable=not progress) as bar,
         ):
             root, problem, self._memory_plan = compute_root(problem, int(workspace), bar.update)
-            require_representable(root, int(workspace))
+            require_representable(problem, root, int(workspace))
         self._problem = problem
         self._points: Tensor | None = None
         self._point_weights: Tensor | None = None
