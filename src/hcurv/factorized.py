@@ -7,8 +7,6 @@ subclass; checks, derivatives and sampling are done once, here.
 
 from __future__ import annotations
 
-import sys
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import cached_property
@@ -21,6 +19,7 @@ from hcurv.damping import Damping, DeviceLike
 from hcurv.indexing import check_count
 from hcurv.operators import RowPart, RowSource, SymmetricOperator
 from hcurv.precision import full_precision
+from hcurv.user_warnings import warn_user
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -71,11 +70,7 @@ class AccuracyWarning(UserWarning):
 
 def warn_of_accuracy(message: str) -> None:
     """Warn with an `AccuracyWarning` that points to the line of the user that led here."""
-    inside = ("hcurv.", "torch.", "functools")
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(inside):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, AccuracyWarning, stacklevel=level)
+    warn_user(message, AccuracyWarning)
 
 
 class Factorized(SymmetricOperator):

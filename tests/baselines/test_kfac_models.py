@@ -700,7 +700,7 @@ def test_weights_that_are_not_used_at_all_points_alike_are_refused() -> None:
     with pytest.raises(
         hcurv.UnsupportedModelError, match=r"same way at all points.*'first.weight'"
     ):
-        KFAC(network, loss, [inputs, inputs + 100.0])
+        KFAC(network, loss, [(inputs,), (inputs + 100.0,)])
 
 
 def test_factors_that_do_not_fit_into_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

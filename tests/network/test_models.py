@@ -198,7 +198,7 @@ def test_common_layers_are_read_by_rules(name: str, monkeypatch: pytest.MonkeyPa
 def check_shapes(model: nn.Module, inputs: Tensor, cuts: list[int]) -> None:
     """A model whose outputs are summed to two numbers a point, on batches of several sizes."""
     model = model.double()
-    batches = [inputs[a:b] for a, b in pairwise(sorted({0, len(inputs), *cuts}))]
+    batches = [(inputs[a:b],) for a, b in pairwise(sorted({0, len(inputs), *cuts}))]
     operator = hcurv.GaussNewton(model, nn.MSELoss(), batches)
     targets = torch.zeros_like(oracles.call(model, inputs))
     expected = oracles.gauss_newton_of_model(

@@ -12,7 +12,6 @@ training points, which are never formed.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -34,6 +33,7 @@ from hcurv.network.batches import Data
 from hcurv.network.gauss_newton import GaussNewton
 from hcurv.network.jacobian_rows import JacobianRows
 from hcurv.precision import FullPrecision
+from hcurv.user_warnings import warn_user
 
 __all__ = ["Influence", "InfluenceWarning", "InfluentialPoints"]
 
@@ -380,11 +380,10 @@ class Influence(FullPrecision):
             return
         shown = f"{self.damping:.2g}" if isinstance(self.damping, float) else "given for each row"
         smaller, larger = (f"{found[factor]:.2f}" for factor in _FACTORS)
-        warnings.warn(
+        warn_user(
             f"influence scores depend on the damping, which is {shown}: their mean rank correlation"
             f" with those at half of it is {smaller}, and at twice {larger}. If the model"
             " was trained with weight decay, pass that as damping=; else compare several values."
             " check_damping=False turns this check off",
             InfluenceWarning,
-            stacklevel=4,
         )

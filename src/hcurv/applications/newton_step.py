@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from hcurv.losses import Loss
 from hcurv.network.batches import Data
 from hcurv.network.gauss_newton import GaussNewton
 from hcurv.precision import full_precision
+from hcurv.user_warnings import warn_user
 
 __all__ = ["GaussNewtonStep", "gauss_newton_step"]
 
@@ -158,13 +158,12 @@ def gauss_newton_step(
 
 def _warn(result: CGResult, tolerance: float) -> None:
     """Say that the step is not the solution, how far off it is, and what to do."""
-    warnings.warn(
+    warn_user(
         f"the Gauss-Newton step has a relative residual of {float(result.residuals.max()):.1e},"
         f" above the tolerance of {tolerance:.1e}, after {int(result.num_iterations.max())}"
         " iterations. Use a larger damping, preconditioner='hierarchical', more max_iterations,"
         " a larger tolerance, or a model and data in float64.",
         ConvergenceWarning,
-        stacklevel=3,
     )
 
 

@@ -11,7 +11,6 @@ as after a build.
 from __future__ import annotations
 
 import time
-import warnings
 from dataclasses import replace
 
 import torch
@@ -31,6 +30,7 @@ from hcurv.linalg.growing_nystrom import GrowingNystrom
 from hcurv.linalg.nystrom import double_gram, orthonormal
 from hcurv.operators import EntrySource
 from hcurv.sources import as_source, has_product, product
+from hcurv.user_warnings import warn_user
 
 __all__ = ["refresh"]
 
@@ -190,18 +190,16 @@ def _warn(old: HMatrix, new: HMatrix) -> None:
     before, after = old.record, new.record
     allowed = max(before.estimated_error, before.tolerance)
     if after.estimated_error > _WORSE * allowed:
-        warnings.warn(
+        warn_user(
             f"the matrix has changed too much for its old form: the estimated error is"
             f" {after.estimated_error:.1e}, and was {before.estimated_error:.1e}; compress it anew",
             CompressionWarning,
-            stacklevel=4,
         )
     elif after.damping is not None:
         wanted = after.damped_tolerance or float("inf")
         if not is_met(after.damped_error, wanted, _WORSE):
-            warnings.warn(
+            warn_user(
                 "the matrix has changed too much for solves with its old form at damping="
                 f"{after.damping:.1e}; compress it anew",
                 CompressionWarning,
-                stacklevel=4,
             )

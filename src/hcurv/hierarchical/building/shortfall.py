@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
-
 from hcurv.hierarchical.building.construct import Construction
 from hcurv.hierarchical.building.damped_error import is_met
+from hcurv.user_warnings import warn_user
 
 __all__ = ["CompressionWarning", "warn_of_shortfall"]
 
@@ -42,10 +41,9 @@ def warn_of_shortfall(built: Construction, is_limited: bool) -> None:
         factor = _WARN_CAPPED if record.num_capped else _WARN_UNCAPPED
         if wanted and record.estimated_error > factor * wanted:
             what = f"the estimated relative error is {record.estimated_error:.1e}"
-            warnings.warn(
+            warn_user(
                 f"{what}, asked for was {wanted:.1e}: {_reason(built, is_limited)}.",
                 CompressionWarning,
-                stacklevel=3,
             )
         return
     error, asked = record.damped_error, record.damped_tolerance
@@ -58,12 +56,11 @@ def warn_of_shortfall(built: Construction, is_limited: bool) -> None:
             " Making it positive definite raised the relative error in the Frobenius norm from"
             f" {built.error_before_repair:.1e} to {record.estimated_error:.1e}."
         )
-    warnings.warn(
+    warn_user(
         f"with damping {record.damping:.1e}, variances are wrong by about"
         f" {error.variance:.1e} and solves by up to {error.norm:.1e} (estimated), asked for was"
         f" {asked:.1e}: {_reason(built, is_limited)}.{repaired}",
         CompressionWarning,
-        stacklevel=3,
     )
 
 

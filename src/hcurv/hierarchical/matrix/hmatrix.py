@@ -308,7 +308,7 @@ class HMatrix(EntryOperator):
         with torch.no_grad():
             factors = factorize(self, resolved, definite)
             if warn and definite and self._record is not None:
-                warn_of_roughness(self, self._record, factors, resolved, stacklevel=3)
+                warn_of_roughness(self, self._record, factors, resolved)
             return factors
 
     def to(self, device: DeviceLike = None, dtype: torch.dtype | None = None) -> HMatrix:

@@ -7,7 +7,6 @@ compressed once more, to HSS form.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -30,6 +29,7 @@ from hcurv.hierarchical.planning.planner import prepare
 from hcurv.hierarchical.solving.factorization import Factorization
 from hcurv.hierarchical.tree.cluster_tree import ClusterTree, Distance
 from hcurv.operators import EntrySource
+from hcurv.user_warnings import warn_user
 
 __all__ = [
     "NEAR_FIELD",
@@ -118,12 +118,11 @@ class NearFieldMatrix(HMatrix):
             NearFieldWarning: always, with the error of the second compression.
         """
         plain = self.without_near_field()
-        warnings.warn(
+        warn_user(
             "A has a near field, which factorizations do not know: what is factorized is A"
             f" compressed to HSS form, with an error of about {plain.estimated_error:.1e}. Use"
             " it as a preconditioner, hcurv.cg(A, b, preconditioner=F)",
             NearFieldWarning,
-            stacklevel=2,
         )
         return plain.factorize(damping, **{"warn": False, **options})
 

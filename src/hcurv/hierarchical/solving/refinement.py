@@ -9,7 +9,6 @@ gradients do not work.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Protocol
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from hcurv.damping import Damping
 from hcurv.linalg import ConvergenceWarning, cg
 from hcurv.operators import SymmetricOperator
+from hcurv.user_warnings import warn_user
 
 __all__ = ["Solver", "default_tolerance", "refined_solve"]
 
@@ -98,14 +98,13 @@ def refined_solve(
         solution, residuals = _iterate(solve, operator, damping, rhs, first, num_steps, tolerance)
     missed = ~(residuals <= 1.01 * tolerance)
     if bool(missed.any()):
-        warnings.warn(
+        warn_user(
             f"{int(missed.sum())} of {missed.numel()} refined solutions have a relative residual of"
             f" up to {float(residuals.max()):.1e} against the operator, above the tolerance"
             f" {tolerance:.1e}, after {num_steps} steps. Allow more steps (num_refinements),"
             " compress with a smaller tolerance, or use hcurv.cg with this factorization as the"
             " preconditioner",
             ConvergenceWarning,
-            stacklevel=5,
         )
     return solution
 

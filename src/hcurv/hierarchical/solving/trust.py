@@ -9,7 +9,6 @@ was above the threshold, and by less than 16 % elsewhere.
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +16,7 @@ import torch
 from hcurv.damping import Damping
 from hcurv.factorized import AccuracyWarning
 from hcurv.hierarchical.solving.factorization import Factorization
+from hcurv.user_warnings import warn_user
 
 if TYPE_CHECKING:
     from hcurv.hierarchical.matrix.build_record import BuildRecord
@@ -33,7 +33,7 @@ _NUM_PROBES = 8
 
 
 def warn_of_roughness(
-    matrix: HMatrix, record: BuildRecord, factors: Factorization, damping: Damping, stacklevel: int
+    matrix: HMatrix, record: BuildRecord, factors: Factorization, damping: Damping
 ) -> None:
     """Warn if variances of a factorization are probably wrong by tens of per cent.
 
@@ -42,7 +42,6 @@ def warn_of_roughness(
         record: how it was built.
         factors: (A + D)⁻¹, positive definite.
         damping: D.
-        stacklevel: as for `warnings.warn`, counted from the caller.
     """
     lowest = float(damping.tensor.detach().min())
     if record.damping is not None and record.damping <= _NEAR * lowest:
@@ -61,11 +60,10 @@ def warn_of_roughness(
     if record.damping is not None:
         built = f"for a damping of {record.damping:.1e}"
     remedy = f"damping={lowest:.1e}" if lowest > 0 else "tolerance=…"
-    warnings.warn(
+    warn_user(
         f"this matrix was compressed {built}, and its error (about {error:.1e} in the Frobenius"
         f" norm) is too large for the damping {lowest:.1e}: solves, variances and log-determinants"
         f" may be wrong by tens of per cent or more. Use compress(H, {remedy}), or a damping of"
         f" about {error:.1e}. If this is for a preconditioner, which may be rough, pass warn=False",
         AccuracyWarning,
-        stacklevel=stacklevel,
     )
