@@ -51,7 +51,8 @@ class GaussNewton(FactoredMatrix):
             and functions of your own are fine. Chains of Linear layers have faster forms.
         loss: a torch loss module or an `hcurv.losses.Loss`; its ``reduction`` is respected.
         data: inputs, a tuple (inputs, targets), or an iterable of batches of either that can be
-            read twice and yields the same both times. Inputs are a tensor, a dictionary of tensors
+            read twice and yields the same both times; a list of inputs and targets is such a tuple
+            if it cannot be two batches. Inputs are a tensor, a dictionary of tensors
             (the model's keyword arguments) or, in a batch with targets, a tuple of tensors (its
             arguments).
         num_samples: m, to estimate H without bias from m sampled targets a point instead of all
