@@ -60,7 +60,7 @@ class ScoreFile:
         dtype: torch.dtype,
     ) -> None:
         self._path = check_target(path)
-        self._partial = self._path.with_name(self._path.name + ".partial")
+        self._partial = check_target(self._path.with_name(self._path.name + ".partial"))
         self._shape, (self._code, self._type) = shape, _TYPES[dtype]
         self._header = self._make_header(settings)
         current = self._path if self._path.exists() else self._partial

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from hcurv.damping import DampingLike
+from hcurv.files import as_path
+from hcurv.hierarchical import FileFormatError
+from hcurv.hierarchical.matrix.file_checks import check_number, check_types, require
 from hcurv.hierarchical.matrix.file_format import read_tensors, write_tensors
 from hcurv.losses import Loss
 from hcurv.network.batches import Data
@@ -22,6 +26,17 @@ if TYPE_CHECKING:
 __all__ = ["read_posterior", "write_posterior"]
 
 _FORMAT = "hcurv-laplace"
+# What a file says beside its tensors, and the types of it.
+_DESCRIPTION: dict[str, Any] = {
+    "prior": dict[str, float] | float | None,
+    "noise": float,
+    "structure": str,
+    "tolerance": float,
+    "seed": int,
+    "likelihood": str,
+    "log_likelihood": float,
+    "parameters": dict[str, list[int]],
+}
 # Log-likelihoods of the same data differ by rounding alone, this much at most.
 _SAME = 1e-4
 
@@ -62,8 +77,9 @@ def read_posterior(
     """See `LaplacePosterior.load`."""
     from hcurv.applications.laplace.approximate import laplace
 
-    path = Path(path)
+    path = as_path(path)
     _, description, tensors = read_tensors(path, (_FORMAT,))
+    _check_description(path, description, tensors)
     _check_weights(path, model, description["parameters"], tensors["weights"])
     prior: DampingLike = description["prior"] if "prior" not in tensors else tensors["prior"]
     noisy = description["likelihood"] == "gaussian"
@@ -93,6 +109,28 @@ def read_posterior(
             f" {description['log_likelihood']:.6g}, here {found:.6g}"
         )
     return posterior
+
+
+def _check_description(
+    path: Path, description: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> None:
+    """Refuse a file whose description is not one of a posterior."""
+    try:
+        for name, hint in _DESCRIPTION.items():
+            check_types(description[name], hint, name)
+        for name, shape in description["parameters"].items():
+            for length in shape:
+                check_number(length, f"the shape of {name}")
+        size = sum(math.prod(shape) for shape in description["parameters"].values())
+        for name in {*tensors, "weights"}:
+            require(name in ("weights", "prior"), f"nothing is said about its tensor {name}")
+            fits = tensors[name].shape == (size,) and tensors[name].is_floating_point()
+            require(fits, f"{name} has shape {tuple(tensors[name].shape)}")
+        require(0 < description["tolerance"] < 1, f"tolerance is {description['tolerance']}")
+        require((description["prior"] is None) == ("prior" in tensors), "it has two priors or none")
+    except (KeyError, TypeError, ValueError) as error:
+        what = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise FileFormatError(f"{path} is damaged: {what}; write it again") from error
 
 
 def _check_weights(

@@ -12,16 +12,15 @@ import zlib
 from collections.abc import Callable, Container, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from hcurv.files import check_target, write_atomically
+from hcurv.files import check_source, check_target, write_atomically
+from hcurv.hierarchical.matrix.file_checks import ReadOnce, check_tree
 from hcurv.hierarchical.tree.cluster_tree import ClusterTree
-
-if TYPE_CHECKING:
-    from types import ModuleType
+from hcurv.tensor_files import MalformedFileError, read_tensor_file, write_tensor_file
 
 T = TypeVar("T")
 
@@ -62,16 +61,6 @@ class FileFormatError(ValueError):
         ...     print("truncated or no safetensors file" in str(error))
         True
     """
-
-
-def _safetensors() -> ModuleType:
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError(
-            "files need the package safetensors: pip install 'hcurv[files]'"
-        ) from error
-    return safetensors.torch
 
 
 def write_file(
@@ -121,7 +110,6 @@ def write_tensors(
         named: the tensors by name.
         description: what else is to be stored, as JSON.
     """
-    library = _safetensors()
     target = check_target(path)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
     checksums = {name: _checksum(tensor) for name, tensor in tensors.items()}
@@ -132,11 +120,11 @@ def write_tensors(
         "description": text,
         "checksum": str(zlib.crc32(text.encode())),
     }
-    write_atomically(target, lambda name: library.save_file(tensors, name, metadata))
+    write_atomically(target, lambda name: write_tensor_file(name, tensors, metadata))
 
 
 def _checksum(tensor: Tensor) -> int:
-    values = zlib.crc32(tensor.numpy().tobytes()) if tensor.numel() else 0
+    values = zlib.crc32(memoryview(tensor.view(-1).numpy())) if tensor.numel() else 0
     return zlib.crc32(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), values)
 
 
@@ -157,15 +145,22 @@ def read_file(
         FileFormatError: it is foreign, damaged, or of a newer format.
     """
     file_format, description, tensors = read_tensors(path, makers)
-    # Copies are aligned as new tensors are: what is computed from them is the same bit for bit.
     moved = {
-        name: tensor.to(device, None if tensor.is_floating_point() else torch.long, copy=True)
+        name: tensor.to(device, None if tensor.is_floating_point() else torch.long)
         for name, tensor in tensors.items()
     }
+    found = ReadOnce(moved)
     try:
-        return makers[file_format](description, moved)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise FileFormatError(f"{path} is damaged: {error!r}; write it again") from error
+        made = makers[file_format](description, found)
+    except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        what = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise FileFormatError(f"{path} is damaged: {what}; write it again") from error
+    if found.unread:
+        raise FileFormatError(
+            f"{path} is damaged: nothing is said about its tensors {sorted(found.unread)}; write it"
+            " again"
+        )
+    return made
 
 
 def read_tensors(
@@ -181,37 +176,29 @@ def read_tensors(
         FileNotFoundError: there is no such file.
         FileFormatError: it is foreign, damaged, or of a newer format.
     """
-    library = _safetensors()
-    from safetensors import SafetensorError, safe_open
-
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no such file: {path}")
+    path = check_source(path)
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-        description = _read_description(path, metadata, formats)
-        tensors = library.load_file(path)
-    except SafetensorError as error:
+        metadata, tensors = read_tensor_file(path, lambda texts: _check_format(path, texts, formats))
+    except MalformedFileError as error:
         raise FileFormatError(
             f"{path} is truncated or no safetensors file ({error}); write it again"
         ) from error
-    checksums = description.get("checksums", {})
-    if checksums.keys() != tensors.keys() or any(
+    description = _read_description(path, metadata)
+    checksums = description.get("checksums")
+    if not isinstance(checksums, dict) or checksums.keys() != tensors.keys() or any(
         _checksum(tensor) != checksums[name] for name, tensor in tensors.items()
     ):
         raise FileFormatError(f"{path} is damaged: checksums do not match; write it again")
     return metadata["format"], description, tensors
 
 
-def _read_description(
-    path: Path, metadata: Mapping[str, str], formats: Container[str]
-) -> dict[str, Any]:
+def _check_format(path: Path, metadata: Mapping[str, str], formats: Container[str]) -> None:
+    """Refuse a file of another program, of another kind, or of another version."""
     if metadata.get("format", "") not in formats:
         found = metadata.get("format", "another program")
         raise FileFormatError(f"{path} holds nothing of hcurv (it is by {found})")
     version = metadata.get("version", "")
-    if not version.isdigit():
+    if not (version.isdecimal() and len(version) < 10):
         raise FileFormatError(f"{path} is damaged: its version is {version!r}")
     if int(version) > _VERSION:
         raise FileFormatError(
@@ -221,19 +208,29 @@ def _read_description(
         raise FileFormatError(
             f"{path} has format version {version}, which is no longer read: compress again"
         )
+
+
+def _read_description(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     text = metadata.get("description", "")
-    if str(zlib.crc32(text.encode())) != metadata.get("checksum"):
+    if str(zlib.crc32(text.encode(errors="replace"))) != metadata.get("checksum"):
         raise FileFormatError(f"{path} is damaged: checksums do not match; write it again")
-    description: dict[str, Any] = json.loads(text)
+    try:
+        description = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FileFormatError(f"{path} is damaged: {error}; write it again") from error
+    if not isinstance(description, dict):
+        raise FileFormatError(f"{path} is damaged: it describes nothing; write it again")
     return description
 
 
 def make_tree(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ClusterTree:
     """Return the tree that a file holds."""
-    return ClusterTree(
+    tree = ClusterTree(
         size=description["size"],
         permutation=tensors["permutation"],
         depth=description["depth"],
         ordering=description["ordering"],
         scores=description["scores"],
     )
+    check_tree(tree)
+    return tree

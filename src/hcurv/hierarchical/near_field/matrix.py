@@ -21,6 +21,7 @@ from hcurv.hierarchical.building.construct import BuildSettings, HSSStructure, c
 from hcurv.hierarchical.building.phases import Phases
 from hcurv.hierarchical.building.sketch import RandomProducts
 from hcurv.hierarchical.matrix import elements, storage
+from hcurv.hierarchical.matrix.file_checks import check_couplings
 from hcurv.hierarchical.matrix.hmatrix import BuildRecord, HMatrix, completed
 from hcurv.hierarchical.near_field.interactions import Interactions, near_leaves
 from hcurv.hierarchical.parts.global_part import GlobalPart
@@ -159,17 +160,15 @@ class NearFieldMatrix(HMatrix):
         storage.write_file(self, path, NEAR_FIELD, tensors, description)
 
 
-def make_near_field(
-    description: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> NearFieldMatrix:
+def make_near_field(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> HMatrix:
     """The matrix that a file holds."""
-    parts = storage.matrix_parts(description, tensors)
+    parts = storage.matrix_parts(description, tensors, siblings=False)
     tree: ClusterTree = parts["tree"]
     sizes = tree.bounds(tree.depth).diff()
     near = storage.read_couplings(tensors, "near", description["near"], sizes)
+    check_couplings(near, sizes, parts["dtype"], siblings=False)
     matrix = NearFieldMatrix(**parts, near=near)
-    matrix.layout = storage.read_layout(description)
-    return matrix
+    return matrix.with_layout(storage.read_layout(description))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,228 @@
+"""Files with right checksums and wrong contents are refused, or what they hold works."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import hcurv
+from cases import labels, normal, seeded
+from matrices import compress_tree, kernel_matrix
+
+MODEL = seeded(lambda: nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double())
+DATA = (normal(12, 2), labels(12, 2))
+
+
+def _dense() -> Tensor:
+    dense = kernel_matrix("gaussian", 24, 2)
+    dense[13] = dense[:, 13] = 0
+    return dense
+
+
+def _tree() -> hcurv.HMatrix:
+    return compress_tree(_dense(), tolerance=1e-2, leaf_size=8)
+
+
+def _both() -> hcurv.HMatrix:
+    named = hcurv.ParameterLayout({"a": (4, 5), "b": (4,)})
+    return hcurv.compress(_dense(), leaf_size=8, global_rank=2).with_layout(named)
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "tree and global part": _both,
+    "near field": lambda: hcurv.compress(_dense(), leaf_size=4, global_rank=0, near_budget=0.4),
+    "factorization of both": lambda: _both().factorize(
+        torch.linspace(0.5, 1, 24, dtype=torch.float64), warn=False
+    ),
+    "indefinite": lambda: _both().factorize(-0.3, definite=False),
+    "posterior": lambda: hcurv.laplace(MODEL, nn.CrossEntropyLoss(), DATA),
+}
+
+
+def _load(path: Path) -> Any:
+    if path.name.startswith("posterior"):
+        return hcurv.LaplacePosterior.load(path, MODEL, nn.CrossEntropyLoss(), DATA)
+    return hcurv.load(path)
+
+
+def _use(stored: Any) -> None:
+    """Do everything that a stored object is for."""
+    if isinstance(stored, hcurv.LaplacePosterior):
+        stored.predict(DATA[0][:2])
+        return
+    ones = torch.ones(stored.shape[0], 2, dtype=stored.dtype)
+    _ = stored @ ones, stored @ ones[:, 0].contiguous(), stored.to_dense(), stored.diagonal()
+    repr(stored)
+    if isinstance(stored, hcurv.HMatrix):
+        _ = stored[3, 4:9], stored.pairs([1, 2], [3, 4])
+
+
+def _write(path: Path, metadata: dict[str, str], text: Any, tensors: dict[str, Tensor]) -> None:
+    """Write a file by hand, with checksums that fit its contents."""
+    sums = {
+        name: zlib.crc32(
+            f"{t.dtype}{tuple(t.shape)}".encode(), zlib.crc32(t.contiguous().numpy().tobytes())
+        )
+        for name, t in tensors.items()
+    }
+    text = json.dumps({**text, "checksums": sums})
+    own = {"description": text, "checksum": str(zlib.crc32(text.encode()))}
+    save_file({n: t.contiguous() for n, t in tensors.items()}, path, {**metadata, **own})
+
+
+def _places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in nested JSON."""
+    if at:
+        yield at
+    for key, item in (
+        value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
+    ):
+        yield from _places(item, (*at, key))
+
+
+def _changed(value: Any, at: tuple[Any, ...], new: Any) -> Any:
+    """A copy of nested JSON with another value at one place."""
+    copy = json.loads(json.dumps(value))
+    inner = copy
+    for key in at[:-1]:
+        inner = inner[key]
+    if new is ...:
+        del inner[at[-1]]
+    else:
+        inner[at[-1]] = new
+    return copy
+
+
+VALUES = (..., None, -1, 0, 24, 2**40, 2**70, 0.5, "text", [1, 2], {}, True)
+
+
+def _mutated_tensors(tensor: Tensor) -> Iterator[Tensor | None]:
+    yield None
+    yield tensor.double() if tensor.dtype != torch.float64 else tensor.float()
+    yield tensor.long() if tensor.dtype != torch.int64 else tensor.int()
+    yield tensor[..., None]
+    yield tensor.reshape(-1)[:0]
+    yield torch.zeros(0, 2**40, dtype=tensor.dtype)
+    if tensor.ndim and tensor.shape[0]:
+        yield tensor[:-1]
+        yield torch.cat([tensor, tensor[:1]])
+        yield tensor.flip(0)
+    if tensor.ndim > 1:
+        yield tensor.transpose(-1, -2)
+        yield tensor[..., :-1]
+    if not tensor.is_floating_point() and tensor.numel():
+        for bad in (-1, 1, 10**6):
+            changed = tensor.clone().reshape(-1)
+            changed[-1] = bad
+            yield changed.view_as(tensor)
+
+
+def _accept(path: Path, use: Callable[[Any], object] = _use) -> bool:
+    """Whether a file is loaded; what it holds then works. Only the errors of files may be raised."""
+    try:
+        stored = _load(path)
+    except (hcurv.FileFormatError, hcurv.InsufficientMemoryError):
+        return False
+    except (TypeError, ValueError, KeyError) as error:  # another posterior than the one that is asked for
+        assert path.name.startswith("posterior"), error
+        return False
+    use(stored)
+    return True
+
+
+@pytest.fixture(params=KINDS)
+def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    path = tmp_path / f"{request.param}.safetensors"
+    KINDS[request.param]().save(path)
+    return path
+
+
+def test_every_change_of_a_file_is_refused_or_harmless(saved: Path) -> None:
+    """Fields of the description, and shapes, types and indices of tensors, one at a time."""
+    with safe_open(saved, "pt") as file:
+        metadata = dict(file.metadata())
+    description, tensors = json.loads(metadata["description"]), load_file(saved)
+    del description["checksums"]
+    _write(saved, metadata, description, tensors)
+    assert _accept(saved)
+    num_refused = 0
+    harmless = {"record", "layout", "scores", "ordering", "log_determinant", "num_negative", "damping", "seed"}
+    for at in _places(description):
+        for value in VALUES if at[0] != "record" else (..., None, "text", 0.5, [1, 2]):
+            _write(saved, metadata, _changed(description, at, value), tensors)
+            is_accepted = _accept(saved, repr if at[0] in ("record", "scores") else _use)
+            num_refused += not is_accepted
+            if is_accepted and not saved.name.startswith("posterior"):
+                assert at[0] in harmless or _changed(description, at, value) == description, at
+    for name, tensor in tensors.items():
+        for changed in _mutated_tensors(tensor):
+            others = {other: values for other, values in tensors.items() if other != name}
+            if changed is not None:
+                others[name] = changed
+            _write(saved, metadata, description, others)
+            num_refused += not _accept(saved)
+    _write(saved, metadata, description, {**tensors, "further": torch.ones(2)})
+    assert not _accept(saved)
+    assert num_refused > 50
+
+
+@pytest.mark.parametrize("size", [24, 2**26])
+def test_a_small_file_of_a_deep_tree_takes_no_memory(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "a.safetensors"
+    _tree().save(path)
+    with safe_open(path, "pt") as file:
+        metadata = dict(file.metadata())
+    description, tensors = json.loads(metadata["description"]), load_file(path)
+    tensors["leaves.values"] = torch.zeros(2**24, 0, 0, dtype=torch.float64)
+    _write(path, metadata, {**description, "depth": 24, "size": size}, tensors)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(hcurv.FileFormatError, match="damaged"):
+        hcurv.load(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000
+
+
+def test_two_saves_of_one_object_are_equal_in_bytes(tmp_path: Path) -> None:
+    for make in KINDS.values():
+        stored, contents = make(), set()
+        for number in range(6):
+            stored.save(tmp_path / f"{number}")
+            contents.add((tmp_path / f"{number}").read_bytes())
+        assert len(contents) == 1
+
+
+def test_other_programs_read_the_files(tmp_path: Path) -> None:
+    matrix = _tree()
+    matrix.save(tmp_path / "a")
+    found = load_file(tmp_path / "a")
+    assert torch.equal(found["leaves.values"], matrix.leaves.values)
+    assert torch.equal(found["permutation"].long(), matrix.tree.permutation)
+
+
+def test_a_file_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is replaced while it is read is the old one or the new one."""
+    path, other = tmp_path / "a", tmp_path / "b"
+    matrix = _tree()
+    matrix.save(path)
+    (matrix.with_parts(leaves=_tree().leaves)).to(dtype=torch.float32).save(other)
+    original = os.fstat
+
+    def replaced_now(descriptor: int) -> os.stat_result:
+        if other.exists():
+            os.replace(other, path)
+        return original(descriptor)
+
+    monkeypatch.setattr(os, "fstat", replaced_now)
+    assert torch.equal(hcurv.load(path).to_dense(), matrix.to_dense())
+    assert not other.exists()
+    assert hcurv.load(path).dtype == torch.float32
