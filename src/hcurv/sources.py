@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hcurv.indexing import Index, resolve_indices
 from hcurv.operators import EntryOperator, EntrySource, SymmetricOperator
+from hcurv.source_checks import CheckedProducts, CheckedSource, check_psd_entries, compare_parts
 
 __all__ = [
     "DenseMatrix",
@@ -19,6 +20,7 @@ __all__ = [
     "as_source",
     "blocks",
     "has_product",
+    "name_of",
     "product",
     "structural_orders",
 ]
@@ -139,7 +141,16 @@ class _WrappedProduct(SymmetricOperator):
         return self._matrix.diagonal()
 
     def _matmat(self, rhs: Tensor) -> Tensor:
-        return self._matrix @ rhs
+        found, name = self._matrix @ rhs, type(self._matrix).__name__
+        if not isinstance(found, Tensor) or found.layout != torch.strided:
+            raise TypeError(f"{name} @ vectors must be a dense tensor; got {type(found).__name__}")
+        if found.shape != rhs.shape or found.dtype != rhs.dtype:
+            raise ValueError(
+                f"{name} @ vectors must have shape {tuple(rhs.shape)} and be {rhs.dtype}; got"
+                f" {tuple(found.shape)} and {found.dtype}"
+            )
+        # A copy, because what is returned may be changed, and may be the vectors themselves.
+        return found.clone(memory_format=torch.contiguous_format)
 
 
 @runtime_checkable
@@ -208,8 +219,13 @@ def product(source: EntrySource | MatrixProduct, vectors: Tensor) -> Tensor:
         TypeError: it has none.
     """
     if not has_product(source):
-        raise TypeError(f"products are needed, and {type(source).__name__} has none (source @ v)")
+        raise TypeError(f"products are needed, and {name_of(source)} has none (source @ v)")
     return source @ vectors
+
+
+def name_of(source: object) -> str:
+    """Return the name of the class of a source, which is the user's own where there are checks."""
+    return source.name if isinstance(source, CheckedSource) else type(source).__name__
 
 
 def structural_orders(source: EntrySource) -> dict[str, Tensor]:
@@ -220,8 +236,8 @@ def structural_orders(source: EntrySource) -> dict[str, Tensor]:
 def as_source(matrix: EntrySource | Tensor) -> EntrySource:
     """Check that ``matrix`` can be compressed: square, real, symmetric, finite, diagonal ≥ 0.
 
-    Every entry of a dense tensor is checked. Of any other source, the diagonal and a small block
-    are checked.
+    Every entry of a dense tensor is checked. Of any other source, the diagonal, some blocks and
+    some products are compared with each other, and everything that it returns later is checked.
 
     Raises:
         TypeError: ``matrix`` is neither a tensor nor offers the `EntrySource` protocol.
@@ -230,16 +246,52 @@ def as_source(matrix: EntrySource | Tensor) -> EntrySource:
     if isinstance(matrix, Tensor):
         _check_shape(tuple(matrix.shape), matrix.dtype, "the matrix")
         _check_diagonal(matrix.detach().diagonal(), matrix.shape[0])
-        _check_dense(matrix.detach(), "the matrix")
+        _check_dense(matrix.detach(), "the matrix", definite=True)
         return DenseMatrix(matrix)
     if isinstance(matrix, EntrySource):
-        _check_shape(tuple(matrix.shape), matrix.dtype, "the matrix")
-        _check_spot(matrix)
-        return matrix
+        own = isinstance(matrix, SymmetricOperator) and _is_ours(matrix)
+        checked: EntrySource = matrix if own else _checked(matrix)
+        _check_shape(tuple(checked.shape), checked.dtype, "the matrix")
+        _check_spot(checked)
+        if isinstance(checked, CheckedSource):
+            compare_parts(checked)
+        else:
+            _check_zero_rows(checked)
+        return checked
     raise TypeError(
         "a matrix to compress must be a dense tensor or offer shape, dtype, device, diagonal()"
         f" and block(rows, cols) (hcurv.EntrySource); got {type(matrix).__name__}"
     )
+
+
+def _is_ours(matrix: object) -> bool:
+    """Whether the class of a matrix is one of this package, which needs no checks."""
+    return type(matrix).__module__.partition(".")[0] == "hcurv"
+
+
+def _checked(matrix: EntrySource) -> CheckedSource:
+    """Return the user's own object with checks of all that it returns."""
+    return CheckedProducts(matrix) if has_product(matrix) else CheckedSource(matrix)
+
+
+def _check_zero_rows(source: EntrySource) -> None:
+    """Raise unless rows with a zero on the diagonal are zero, by one product with a random vector.
+
+    Differences of matrices can have such rows, which `compress` would leave out.
+    """
+    zero = (source.diagonal() == 0).nonzero().squeeze(1)
+    if zero.numel() == 0 or not has_product(source):
+        return
+    generator = torch.Generator().manual_seed(0)
+    vector = torch.zeros(source.shape[0], 1, dtype=source.dtype, device=source.device)
+    numbers = torch.randn(zero.numel(), dtype=source.dtype, generator=generator)
+    vector[zero, 0] = numbers.to(source.device)
+    largest = float((source @ vector).abs().max())
+    if largest > _ROUNDING * torch.finfo(source.dtype).eps * float(source.diagonal().max()):
+        raise ValueError(
+            f"the matrix must be positive semi-definite; row {int(zero[0])}, or another row with a"
+            " zero on the diagonal, is not zero (add a multiple of the identity first)"
+        )
 
 
 def as_operator(
@@ -278,7 +330,7 @@ def _check_shape(shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
         raise TypeError(f"{name} must be float32 or float64; got {dtype} (convert it with .to())")
 
 
-def _check_dense(values: Tensor, name: str) -> None:
+def _check_dense(values: Tensor, name: str, definite: bool = False) -> None:
     size = values.shape[0]
     largest, asymmetry = 0.0, 0.0
     step = max(1, _STRIP // size)
@@ -286,6 +338,9 @@ def _check_dense(values: Tensor, name: str) -> None:
         strip = values[start : start + step]
         largest = max(largest, _finite_max(strip, name))
         asymmetry = max(asymmetry, float((strip - values[:, start : start + step].T).abs().max()))
+        if definite:
+            diagonal, rows = values.diagonal(), torch.arange(start, start + strip.shape[0])
+            check_psd_entries(strip.T, diagonal, diagonal[start : start + step], rows)
     _check_asymmetry(asymmetry, largest, values.dtype, name)
 
 

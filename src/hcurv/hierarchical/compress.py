@@ -36,6 +36,7 @@ from hcurv.hierarchical.parts.global_part import Remainder
 from hcurv.hierarchical.planning.ordering import choose_tree, default_leaf_size
 from hcurv.hierarchical.planning.planner import prepare
 from hcurv.hierarchical.planning.sampled_matrix import DEFAULT_WORKSPACE
+from hcurv.hierarchical.scaling import scale_of, scaled, unscaled
 from hcurv.hierarchical.tree.cluster_tree import Distance, cluster, depth_for
 from hcurv.layout import layout_of
 from hcurv.memory import require_bytes
@@ -153,9 +154,13 @@ def compress(
     )
     with torch.no_grad(), closing(Phases(progress)) as phases:
         matrix = as_source(source)
-        built = _compress(matrix, options.for_source(matrix), phases)
+        options = options.for_source(matrix)
+        scale = scale_of(matrix)
+        if options.damping is not None:
+            options = replace(options, damping=options.damping / scale)
+        built = _compress(scaled(matrix, scale), options, phases)
     warn_of_shortfall(built, options.max_storage is not None)
-    return built.matrix.with_layout(layout_of(matrix))
+    return unscaled(built.matrix, scale).with_layout(layout_of(matrix))
 
 
 def _compress(source: EntrySource, options: Options, phases: Phases) -> Construction:

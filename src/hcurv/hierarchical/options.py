@@ -12,7 +12,7 @@ from torch import Tensor
 from hcurv.hierarchical.tree.cluster_tree import Distance
 from hcurv.indexing import check_count, check_seed
 from hcurv.operators import EntrySource
-from hcurv.sources import has_product
+from hcurv.sources import has_product, name_of
 
 __all__ = ["FINEST", "Options", "check_options"]
 
@@ -83,7 +83,7 @@ class Options:
             method = "sketch" if product else "neighbors"
         if method == "sketch" and not product:
             raise ValueError(
-                f'method="sketch" needs products, but {type(source).__name__} has no "@"; use'
+                f'method="sketch" needs products, but {name_of(source)} has no "@"; use'
                 ' method="neighbors"'
             )
         if method == "neighbors" and self.max_storage is not None:

@@ -130,8 +130,13 @@ def overflow_error(dtype: torch.dtype) -> ValueError:
 
 def _accurate_damping(matrix: HMatrix) -> float:
     """The smallest damping with which solutions in the type of the matrix have some digits."""
+    # In double precision, because squares of small or large entries leave the range of float32.
     values, _, residuals = lanczos(
-        matrix.__matmul__, matrix.shape[0], _NORM_STEPS, matrix.dtype, matrix.device
+        lambda vectors: (matrix @ vectors.to(matrix.dtype)).double(),
+        matrix.shape[0],
+        _NORM_STEPS,
+        torch.float64,
+        matrix.device,
     )
     largest = max(0.0, float(values[-1] + residuals[-1]))
     # With any damping, a zero matrix is a multiple of the identity.
