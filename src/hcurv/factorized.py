@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from hcurv.damping import Damping, DeviceLike
-from hcurv.indexing import check_count
+from hcurv.indexing import check_count, check_generator
+from hcurv.memory import require_bytes
 from hcurv.operators import RowPart, RowSource, SymmetricOperator
 from hcurv.precision import full_precision
 from hcurv.user_warnings import warn_user
@@ -222,8 +223,20 @@ class Factorized(SymmetricOperator):
             >>> F.sample(10, generator=torch.Generator().manual_seed(0)).shape
             torch.Size([10, 51])
         """
-        num = check_count(num, "num", least=0)
+        num = self._check_draws(num, generator)
         return self.sqrt_solve(self._noise(self.shape[0], num, generator)).T.contiguous()
+
+    def _check_draws(self, num: int, generator: torch.Generator | None) -> int:
+        """The number of samples, if there is memory for them; their generator is checked, too."""
+        num = check_count(num, "num", least=0)
+        check_generator(generator)
+        require_bytes(
+            4 * num * self.shape[0] * self.dtype.itemsize,
+            self.device,
+            f"drawing num = {num} samples of {self.shape[0]} numbers",
+            ("draw fewer samples at a time",),
+        )
+        return num
 
     def _noise(self, size: int, num: int, generator: torch.Generator | None) -> Tensor:
         """Standard normal numbers, (size, num)."""

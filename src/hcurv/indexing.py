@@ -15,6 +15,7 @@ __all__ = [
     "Index",
     "Indices",
     "check_count",
+    "check_generator",
     "check_seed",
     "is_integer",
     "resolve_indices",
@@ -31,6 +32,8 @@ def is_integer(index: object) -> bool:
     """Tell whether ``index`` is a single position."""
     if isinstance(index, Tensor):
         return index.ndim == 0 and _holds_integers(index)
+    if isinstance(index, np.ndarray):
+        return index.ndim == 0 and index.dtype.kind in "ui"
     return isinstance(index, int | np.integer) and not isinstance(index, bool)
 
 
@@ -55,13 +58,16 @@ def resolve_indices(indices: Index, size: int, device: torch.device, name: str) 
         IndexError: an index is out of range, or a mask has the wrong length.
     """
     if isinstance(indices, slice):
-        return torch.arange(*indices.indices(size), device=device)
+        try:
+            chosen = range(*indices.indices(size))
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{name} must be {_EXPECTED}; got {indices!r}") from error
+        return _arange(chosen, device)
     if isinstance(indices, range):
-        indices = torch.arange(indices.start, indices.stop, indices.step)
-    try:
-        index = torch.as_tensor(indices, device=device)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{name} must be {_EXPECTED}; got {type(indices).__name__}") from error
+        _check_range(indices, size, name)
+        index = _arange(indices, device)
+    else:
+        index = _as_tensor(indices, device, name)
     if index.dtype == torch.bool:
         if index.shape != (size,):
             raise IndexError(
@@ -83,6 +89,43 @@ def resolve_indices(indices: Index, size: int, device: torch.device, name: str) 
         if low < 0:
             index = torch.where(index < 0, index + size, index)
     return index
+
+
+def _arange(numbers: range, device: torch.device) -> Tensor:
+    """Return the numbers of a range as a tensor; none of them for an empty one."""
+    if len(numbers) == 0:
+        return torch.zeros(0, dtype=torch.long, device=device)
+    return torch.arange(numbers.start, numbers.stop, numbers.step, device=device)
+
+
+def _check_range(numbers: range, size: int, name: str) -> None:
+    """Raise if a range leaves the matrix, before a tensor is made of it."""
+    for number in (numbers[0], numbers[-1]) if numbers else ():
+        if not -size <= number < size:
+            raise IndexError(f"{name} must lie in [0, {size}); got {number}")
+
+
+def _as_tensor(indices: object, device: torch.device, name: str) -> Tensor:
+    """Return the user's list, array or tensor as a tensor."""
+    wrong = TypeError(f"{name} must be {_EXPECTED}; got {type(indices).__name__}")
+    if isinstance(indices, Tensor):
+        if indices.is_meta or indices.is_nested or indices.layout != torch.strided:
+            raise TypeError(f"{name} must be {_EXPECTED}; got a tensor without dense values")
+        return indices.to(device)
+    if isinstance(indices, str | bytes | dict | set | frozenset) or indices is None:
+        raise wrong
+    try:
+        if isinstance(indices, np.ndarray):
+            if indices.dtype.kind in "ui":  # of any byte order, sign and direction
+                if indices.dtype.kind == "u" and indices.size and int(indices.max()) >= 2**63:
+                    raise IndexError(f"{name} are too large: got {int(indices.max())}")
+                indices = indices.astype(np.int64)
+            indices = np.ascontiguousarray(indices).reshape(indices.shape)
+        return torch.as_tensor(indices, device=device)
+    except OverflowError as error:
+        raise IndexError(f"{name} are too large for an index: {error}") from error
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise wrong from error
 
 
 def resolve_pairs(
@@ -126,8 +169,8 @@ def check_count(value: SupportsIndex, name: str, least: int = 1, most: int | Non
         ValueError: ``value`` is not an integer, or out of range.
     """
     try:
-        count = operator.index(value)
-    except TypeError:
+        count = least - 1 if isinstance(value, bool) else operator.index(value)
+    except (TypeError, ValueError, RuntimeError):
         count = least - 1
     if count < least or (most is not None and count > most):
         wanted = f"from {least} to {most}" if most is not None else f"of at least {least}"
@@ -147,10 +190,19 @@ def check_seed(seed: SupportsIndex) -> int:
     """
     try:
         number = operator.index(seed)
-    except TypeError as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
             f"seed must be an integer; got {seed!r} of type {type(seed).__name__}"
         ) from error
     if not -(2**63) <= number < 2**63:
         raise ValueError(f"seed must lie between -2**63 and 2**63 - 1; got {number}")
     return number
+
+
+def check_generator(generator: object) -> None:
+    """Raise a TypeError unless ``generator`` is one of torch's, or None."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            "generator must be a torch.Generator, as in torch.Generator().manual_seed(0), or None;"
+            f" got {type(generator).__name__}"
+        )

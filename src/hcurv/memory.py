@@ -58,10 +58,63 @@ def _host_bytes() -> int | None:
 
 
 def _container_bytes() -> int | None:
-    """Bytes that are left of the limit of a container, or None if there is no limit."""
-    limit = _read_int("/sys/fs/cgroup/memory.max")
-    used = _read_int("/sys/fs/cgroup/memory.current")
-    return None if limit is None or used is None else max(0, limit - used)
+    """Bytes that are left of the limits of all groups of this process, or None without limits.
+
+    A group of processes (cgroup) may have a limit of its own, and so may each group around it.
+    Pages of files that the system can drop at any time do not count as used.
+    """
+    left = []
+    for folder in _group_folders():
+        limit = _read_int(f"{folder}/memory.max")
+        used = _read_int(f"{folder}/memory.current")
+        if limit is None:  # version 1 of cgroups
+            limit = _read_int(f"{folder}/memory.limit_in_bytes")
+            used = _read_int(f"{folder}/memory.usage_in_bytes")
+        if limit is not None and used is not None:
+            left.append(max(0, limit - used + _droppable(folder)))
+    return min(left, default=None)
+
+
+def _group_folders() -> list[str]:
+    """The folders that describe the groups of this process, from the innermost outwards."""
+    folders = ["/sys/fs/cgroup", "/sys/fs/cgroup/memory"]
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return folders
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        root = Path("/sys/fs/cgroup") / controllers
+        inside = root / group.strip("/")
+        folders += [str(folder) for folder in (inside, *inside.parents) if root in folder.parents]
+    return folders
+
+
+def _droppable(folder: str) -> int:
+    """Bytes of files that a group holds in memory, and that the system drops first."""
+    try:
+        for line in Path(f"{folder}/memory.stat").read_text().splitlines():
+            if line.startswith(("inactive_file ", "total_inactive_file ")):
+                return int(line.split()[1])
+    except (OSError, ValueError):
+        pass
+    return 0
+
+
+def _process_bytes() -> int | None:
+    """Bytes that are left of this process's own limit (``ulimit -v``), or None without one."""
+    try:
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if limit == resource.RLIM_INFINITY:
+            return None
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except (ImportError, OSError, ValueError):
+        return None
+    return max(0, limit - used)
 
 
 def available_bytes(device: torch.device) -> int | None:
@@ -70,7 +123,7 @@ def available_bytes(device: torch.device) -> int | None:
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type != "cpu":
         return None
-    known = [b for b in (_host_bytes(), _container_bytes()) if b is not None]
+    known = [b for b in (_host_bytes(), _container_bytes(), _process_bytes()) if b is not None]
     return min(known, default=None)
 
 

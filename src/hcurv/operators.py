@@ -9,7 +9,7 @@ from __future__ import annotations
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol, SupportsFloat, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, runtime_checkable
 
 import numpy as np
 import torch
@@ -17,9 +17,11 @@ from torch import Tensor
 
 from hcurv.indexing import check_count, check_seed, is_integer
 from hcurv.precision import FullPrecision
+from hcurv.memory import require_bytes
 
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator
+    from typing_extensions import Self
 
     from hcurv.indexing import Index
 
@@ -31,6 +33,7 @@ __all__ = [
     "RowSource",
     "SymmetricOperator",
     "as_number",
+    "require_dense",
 ]
 
 # This number is added to the seeds of random probes, so that no matrix is ever measured with the
@@ -263,6 +266,11 @@ class SymmetricOperator(FullPrecision, ABC):
                 f"the right-hand side must be a torch.Tensor; got {type(rhs).__name__}"
                 " (for NumPy arrays use to_scipy())"
             )
+        if rhs.is_nested or rhs.layout != torch.strided:
+            raise TypeError(
+                "the right-hand side must be a dense tensor (use .to_dense()); got one of layout"
+                f" {rhs.layout}"
+            )
         if rhs.ndim not in (1, 2) or rhs.shape[0] != size:
             raise ValueError(
                 f"the right-hand side must have shape ({size},) or ({size}, k);"
@@ -288,7 +296,20 @@ class SymmetricOperator(FullPrecision, ABC):
             >>> torch.equal(dense, dense.T), torch.allclose(dense @ b, H @ b)
             (True, True)
         """
-        return self @ torch.eye(self.shape[0], dtype=self.dtype, device=self.device)
+        size = self.shape[0]
+        require_dense(size, size, self, copies=2)
+        return self @ torch.eye(size, dtype=self.dtype, device=self.device)
+
+    @property
+    def T(self) -> Self:  # noqa: N802 (the name that torch and NumPy use)
+        """The transpose, which is the operator itself."""
+        return self
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Return the whole matrix for ``np.asarray``, if there is memory for it."""
+        if copy is False:
+            raise ValueError("an operator has no array of its own: copy must not be False")
+        return np.asarray(self.to_dense().cpu().numpy(), dtype=dtype)
 
     def to_scipy(self) -> LinearOperator:
         """Return this operator for SciPy: it takes and returns NumPy arrays.
@@ -346,6 +367,7 @@ class SymmetricOperator(FullPrecision, ABC):
                 f"the reference must have shape {self.shape}; got {tuple(exact.shape)}"
             )
         num_probes = check_count(num_probes, "num_probes")
+        require_dense(self.shape[0], num_probes, self, copies=3)
         generator = torch.Generator().manual_seed(PROBE_SEED + check_seed(seed))
         probes = torch.randn(self.shape[0], num_probes, dtype=self.dtype, generator=generator)
         expected = exact @ probes.to(exact.device, exact.dtype)
@@ -392,6 +414,25 @@ class EntryOperator(SymmetricOperator):
         if is_integer(rows):
             return values[0, 0] if is_integer(cols) else values[0]
         return values[:, 0] if is_integer(cols) else values
+
+
+def require_dense(
+    num_rows: int, num_cols: int, operator: SymmetricOperator, copies: int = 1
+) -> None:
+    """Raise `InsufficientMemoryError` unless there is memory for a dense block of an operator.
+
+    Args:
+        num_rows: number of rows of the block.
+        num_cols: number of its columns.
+        operator: the matrix.
+        copies: how many tensors of this size exist at the same time.
+    """
+    require_bytes(
+        copies * num_rows * num_cols * operator.dtype.itemsize,
+        operator.device,
+        f"a dense block of {num_rows} x {num_cols} entries",
+        ("ask for fewer rows or columns at a time", "use products, operator @ vectors"),
+    )
 
 
 def as_number(value: object) -> float | None:

@@ -213,3 +213,29 @@ def test_operators_that_return_something_else_are_refused(call: Callable[..., ob
         with pytest.raises((TypeError, ValueError), match="Operator @ vectors must"):
             call(Operator(product), rhs)
     call(Operator(lambda v: v), rhs)  # the identity returns what it is given
+
+
+@pytest.mark.parametrize("scale", [1e-34, 1e-20, 1e18, 1e33])
+@pytest.mark.parametrize("options", [{}, {"damped": True}, {"method": "neighbors"}])
+def test_tiny_and_huge_entries_are_compressed_and_solved_with_as_any_others(
+    scale: float, options: dict[str, Any]
+) -> None:
+    dense, options = (DENSE[:100, :100] * scale).float(), dict(options)
+    if options.pop("damped", False):
+        options["damping"] = 0.1 * scale
+    built = hcurv.compress(dense, leaf_size=16, tolerance=1e-2, **options)
+    truth = dense.double() / scale
+    error = float((built.to_dense().double() / scale - truth).norm() / truth.norm())
+    assert error < 3e-2
+    assert error < 3 * built.estimated_error + 1e-6
+    try:
+        factors = built.factorize(0.1 * scale, warn=False)
+    except hcurv.NotPositiveDefiniteError as found:
+        assert 0 < found.smallest_damping < 100 * scale
+        factors = built.factorize(found.smallest_damping, warn=False)
+    rhs = torch.ones(100)
+    damped = built.to_dense().double() + float(factors.damping) * torch.eye(100).double()
+    solved = torch.linalg.solve(damped, rhs.double())
+    torch.testing.assert_close(
+        factors.solve(rhs).double() * scale, solved * scale, rtol=1e-2, atol=1e-3 * float(solved.abs().max() * scale)
+    )

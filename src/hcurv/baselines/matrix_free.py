@@ -148,7 +148,7 @@ class MatrixFreeSolver(Factorized):
         With A = SᵀS and standard normal ε and δ, the vector Sᵀε + D^½δ has the covariance A + D,
         so that (A + D)⁻¹ times it has the covariance (A + D)⁻¹.
         """
-        num = check_count(num, "num", least=0)
+        num = self._check_draws(num, generator)
         if not isinstance(self._matrix, _Rooted):
             raise NotFactorizableError(
                 "samples need a matrix with a root, A = SᵀS, as a GaussNewton has;"

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from hcurv.damping import Damping, DeviceLike
 from hcurv.factorized import Factorized, NotFactorizableError, check_float_type, warn_of_accuracy
-from hcurv.indexing import check_count
 from hcurv.linalg.block_conjugate_gradients import BlockResult, block_cg
 from hcurv.linalg.quadrature import Quadrature, preconditioned_quadrature
 from hcurv.network.factored_matrix import FactoredMatrix
@@ -212,7 +211,7 @@ class IterativeFactorization(Factorized):
         With H = SᵀS and standard normal ε and δ, the vector Sᵀε + D^½δ has the covariance H + D,
         so that (H + D)⁻¹ times it has the covariance (H + D)⁻¹, up to the tolerance of solves.
         """
-        num = check_count(num, "num", least=0)
+        num = self._check_draws(num, generator)
         if not isinstance(self._matrix, FactoredMatrix):
             return super().sample(num, generator)
         with torch.no_grad():

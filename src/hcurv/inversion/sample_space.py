@@ -19,7 +19,6 @@ from torch import Tensor
 
 from hcurv.damping import Damping, DeviceLike
 from hcurv.factorized import Factorized, NotFactorizableError, check_float_type
-from hcurv.indexing import check_count
 from hcurv.inversion.dense import DenseFactorization, point_grams
 from hcurv.inversion.iterative import IterativeFactorization, estimate_diagonal
 from hcurv.memory import require_bytes
@@ -138,7 +137,7 @@ class SampleSpaceFactorization(Factorized):
 
     def sample(self, num: int = 1, generator: torch.Generator | None = None) -> Tensor:
         """Samples from N(0, (H + D)⁻¹), (num, N): u − D⁻¹Sᵀ(I + K)⁻¹(Su + ε), u ~ N(0, D⁻¹)."""
-        num = check_count(num, "num", least=0)
+        num = self._check_draws(num, generator)
         with torch.no_grad():
             noise = self._noise(self.shape[0], num, generator).to(self._matrix.dtype)
             prior = self._undamped(noise, 0.5)

@@ -104,7 +104,8 @@ def _tridiagonalize(
         diagonal.append(float(torch.dot(image.double(), vector.double())))
         for _ in range(2):  # one pass leaves rounding errors that grow; after two there are none
             image = image - basis[: step + 1].T @ (basis[: step + 1] @ image)
-        beside.append(float(image.norm()))
+        # In double precision: squares of small and of large numbers leave the range of float32.
+        beside.append(float(torch.linalg.vector_norm(image, dtype=torch.float64)))
         if beside[-1] <= torch.finfo(dtype).eps * max(map(abs, diagonal)):
             break
         vector = image / beside[-1]

@@ -16,6 +16,9 @@ from hcurv.operators import EntryOperator
 
 __all__ = ["FactoredMatrix"]
 
+# Entries of single pairs take about this many bytes each, for indices and their order.
+_PAIR_BYTES = 160
+
 
 class FactoredMatrix(EntryOperator):
     """H = SᵀS, with the root S known by the Jacobians of all layers (paper, Theorem 3.1).
@@ -276,8 +279,13 @@ class FactoredMatrix(EntryOperator):
             True
         """
         with torch.no_grad():
-            index = resolve_pairs(rows, cols, self.shape[0], self.device)
-            return self._root.pairs(*index, self._workspace)
+            row_index, col_index = resolve_pairs(rows, cols, self.shape[0], self.device)
+            values = torch.zeros(row_index.numel(), dtype=self.dtype, device=self.device)
+            step = max(1, self._workspace // (2 * _PAIR_BYTES))
+            parts = (tensor.split(step) for tensor in (values, row_index, col_index))
+            for target, first, second in zip(*parts, strict=True):
+                target.copy_(self._root.pairs(first, second, self._workspace // 2))
+            return values
 
     def to_dense(self) -> Tensor:
         """Compute the whole matrix, (N, N), if there is memory for it.

@@ -24,6 +24,7 @@ from hcurv.indexing import (
     resolve_indices,
     resolve_pairs,
 )
+from hcurv.memory import require_bytes
 from hcurv.network.block_batches import resolve_blocks
 from hcurv.network.point_order import similarity_order
 from hcurv.network.random_draws import hashed_uniforms, invert_cumulative
@@ -90,6 +91,12 @@ class SampledEntries(FullPrecision):
             raise ValueError(f"scheme must be one of {', '.join(_SCHEMES)}; got {scheme!r}")
         self.scheme: Scheme = scheme
         self.seed = check_seed(seed)
+        require_bytes(
+            32 * self.num_samples,
+            root.device,
+            f"drawing num_samples = {self.num_samples} points",
+            ("choose a smaller num_samples", "use the exact entries"),
+        )
         self._root = root
         self._workspace = workspace
         self._cache_bytes = cache_bytes

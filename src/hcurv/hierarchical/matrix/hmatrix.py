@@ -30,7 +30,7 @@ from hcurv.hierarchical.solving.trust import warn_of_roughness
 from hcurv.hierarchical.tree.cluster_tree import ClusterTree
 from hcurv.indexing import Index, Indices, check_seed, resolve_indices, resolve_pairs
 from hcurv.layout import ParameterLayout
-from hcurv.operators import EntryOperator, EntrySource
+from hcurv.operators import EntryOperator, EntrySource, require_dense
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,6 +40,8 @@ __all__ = ["BuildRecord", "HMatrix", "completed"]
 # Vectors are taken some columns at a time, so that a vector of the lowest level holds at most this
 # many floats. It bounds the memory of a product with many columns.
 _COLUMN_FLOATS = 2**23
+# Entries are computed for some pairs at a time, so that all of them take about so many floats.
+_PAIR_FLOATS = 2**22
 
 
 class HMatrix(EntryOperator):
@@ -243,6 +245,8 @@ class HMatrix(EntryOperator):
         with torch.no_grad():
             row_index = resolve_indices(rows, self.shape[0], self.device, "rows")
             col_index = resolve_indices(cols, self.shape[0], self.device, "cols")
+            # A level of the tree makes a product and a mask of the size of the block.
+            require_dense(row_index.numel(), col_index.numel(), self, copies=3)
             values = self._tree_block(row_index, col_index)
             if self.global_part is not None:
                 left, right = (self.global_part.rows_of(i) for i in (row_index, col_index))
@@ -257,11 +261,18 @@ class HMatrix(EntryOperator):
             True
         """
         with torch.no_grad():
-            index = resolve_pairs(rows, cols, self.shape[0], self.device)
-            values = self._tree_pairs(*index)
-            if self.global_part is not None:
-                left, right = (self.global_part.rows_of(i) for i in index)
-                values += torch.linalg.vecdot(left, right)
+            row_index, col_index = resolve_pairs(rows, cols, self.shape[0], self.device)
+            values = torch.zeros(row_index.numel(), dtype=self.dtype, device=self.device)
+            # Every pair takes a row of each basis on its way up the tree.
+            ranks = sum(int(level.ranks.max()) for level in self.levels) + self.global_rank
+            parts = (tensor.split(max(1, _PAIR_FLOATS // (1 + ranks))) for tensor in (
+                values, row_index, col_index
+            ))
+            for target, first, second in zip(*parts, strict=True):
+                target.copy_(self._tree_pairs(first, second))
+                if self.global_part is not None:
+                    left, right = (self.global_part.rows_of(i) for i in (first, second))
+                    target += torch.linalg.vecdot(left, right)
             return values
 
     def _tree_block(self, rows: Tensor, cols: Tensor) -> Tensor:

@@ -130,13 +130,8 @@ def overflow_error(dtype: torch.dtype) -> ValueError:
 
 def _accurate_damping(matrix: HMatrix) -> float:
     """The smallest damping with which solutions in the type of the matrix have some digits."""
-    # In double precision, because squares of small or large entries leave the range of float32.
     values, _, residuals = lanczos(
-        lambda vectors: (matrix @ vectors.to(matrix.dtype)).double(),
-        matrix.shape[0],
-        _NORM_STEPS,
-        torch.float64,
-        matrix.device,
+        matrix.__matmul__, matrix.shape[0], _NORM_STEPS, matrix.dtype, matrix.device
     )
     largest = max(0.0, float(values[-1] + residuals[-1]))
     # With any damping, a zero matrix is a multiple of the identity.
@@ -221,7 +216,7 @@ def _resolution(matrix: HMatrix) -> float:
     """The smallest damping that changes the diagonal of A at all."""
     info = torch.finfo(matrix.dtype)
     largest = float(matrix.diagonal().max()) if matrix.tree.num_kept else 0.0
-    return max(float(info.eps) * largest, math.sqrt(info.tiny))
+    return max(float(info.eps) * largest, info.tiny) if largest > 0 else math.sqrt(info.tiny)
 
 
 def _safe_damping(matrix: HMatrix) -> float:
