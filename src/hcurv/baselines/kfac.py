@@ -43,6 +43,7 @@ from hcurv.network.model.snapshot import ForwardFunction
 from hcurv.network.problem import read_problem
 from hcurv.network.tracing import UnsupportedModelError
 from hcurv.operators import SymmetricOperator
+from hcurv.residuals import warn_of_residual
 
 __all__ = ["KFAC"]
 
@@ -287,6 +288,7 @@ class KFAC(SymmetricOperator):
         factored: bool = True,
         reference: Factorized | None = None,
         rows: Tensor | None = None,
+        warn: bool = True,
     ) -> KFACFactorization:
         """Invert this matrix with damping.
 
@@ -312,11 +314,17 @@ class KFAC(SymmetricOperator):
             rows: Jacobians of some outputs, (m, N), for which variances shall be right; 16 were as
                 good as 300. Take inputs outside of the training set, because variances at its
                 points are smaller than elsewhere.
+            warn: whether to warn of a large residual, which a preconditioner may have.
 
         Raises:
-            NotFactorizableError: the structure is "full".
+            NotFactorizableError: the structure is "full", or the factors are too ill-conditioned
+                for this damping.
             TypeError, ValueError: the damping is not positive, or not the same within a layer; the
                 reference or the rows do not fit.
+
+        Warns:
+            AccuracyWarning: the damping is too small for the precision: a random residual of
+                G ⊗ A + λI, which is measured once, here, is above 1e-2.
 
         Examples:
             >>> K = hcurv.baselines.KFAC(model, loss, inputs, ekfac=True)
@@ -346,6 +354,29 @@ class KFAC(SymmetricOperator):
         resolved.require_positive("the factors may be singular")
         if self._eigenbases is None and (reference is not None or rows is not None):
             raise ValueError("only EKFAC can be calibrated: build KFAC(ekfac=True)")
+        try:
+            factors = self._invert(resolved, factored, reference, rows)
+        except torch.linalg.LinAlgError as error:
+            lowest = float(resolved.tensor.detach().min())
+            raise NotFactorizableError(
+                f"the factors of K-FAC cannot be inverted with damping = {lowest:.1e}: they are"
+                f" singular up to rounding in {self.dtype}. Choose a larger damping, or a model and"
+                f" data in torch.float64 ({error})"
+            ) from error
+        # With damped factors, or when calibrated, it is another matrix that is inverted.
+        is_plain = self._eigenbases is not None or not factored
+        if warn and is_plain and reference is None:
+            warn_of_residual(self, factors)
+        return factors
+
+    def _invert(
+        self,
+        resolved: Damping,
+        factored: bool,
+        reference: Factorized | None,
+        rows: Tensor | None,
+    ) -> KFACFactorization:
+        """See `factorize`."""
         with torch.no_grad():
             numbers = [self._layer_damping(layer, resolved) for layer in self._layers]
             shifts: list[tuple[float, float] | None] | None = None

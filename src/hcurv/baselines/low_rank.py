@@ -21,6 +21,7 @@ from hcurv.linalg.nystrom import double_gram, leading, nystrom, orthonormal
 from hcurv.linalg.tall_factors import by_columns
 from hcurv.memory import require_bytes
 from hcurv.operators import SymmetricOperator
+from hcurv.residuals import warn_of_residual
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -132,12 +133,17 @@ class LowRank(SymmetricOperator):
     def _matmat(self, rhs: Tensor) -> Tensor:
         return self.vectors @ (self.values[:, None] * (self.vectors.T @ rhs))
 
-    def factorize(self, damping: DampingLike) -> LowRankFactorization:
+    def factorize(self, damping: DampingLike, *, warn: bool = True) -> LowRankFactorization:
         """Factorize VΛVᵀ + D.
 
         Args:
             damping: D, positive because a matrix of low rank is singular: a number, a tensor (N,),
                 or numbers by the names of parameters or layers.
+            warn: whether to warn of a large residual, which a preconditioner may have.
+
+        Warns:
+            AccuracyWarning: the damping is too small for the precision: a random residual, which
+                is measured once, here, is above 1e-2.
 
         Examples:
             >>> L = hcurv.baselines.LowRank(H, rank=5)
@@ -147,6 +153,12 @@ class LowRank(SymmetricOperator):
         """
         resolved = as_damping(damping, self.shape[0], self.layout)
         resolved.require_positive("a matrix of low rank is singular")
+        factors = self._factorize(resolved)
+        if warn:
+            warn_of_residual(self, factors)
+        return factors
+
+    def _factorize(self, resolved: Damping) -> LowRankFactorization:
         with torch.no_grad():
             if resolved.is_number:
                 shares = self.values.double() / resolved.number

@@ -107,9 +107,7 @@ def _factorize(built: KFAC | LowRank | HMatrix | Tensor | None, system: System) 
         return lambda vector: vector / diagonal
     if isinstance(built, KFAC):
         # K-FAC takes one damping for each layer. As a preconditioner it may take the mean.
-        return built.factorize(system.mean_damping).solve
+        return built.factorize(system.mean_damping, warn=False).solve
     uniform = bool(torch.all(system.damping == system.damping[0]))
     damping = system.mean_damping if uniform else system.damping.double()
-    if isinstance(built, HMatrix):
-        return built.factorize(damping, warn=False).solve
-    return built.factorize(damping).solve
+    return built.factorize(damping, warn=False).solve

@@ -31,6 +31,7 @@ from hcurv.hierarchical.tree.cluster_tree import ClusterTree
 from hcurv.indexing import Index, Indices, check_seed, resolve_indices, resolve_pairs
 from hcurv.layout import ParameterLayout
 from hcurv.operators import EntryOperator, EntrySource, require_dense
+from hcurv.residuals import warn_of_residual
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -295,7 +296,7 @@ class HMatrix(EntryOperator):
             definite: whether A + D has to be positive definite. With False it may have negative
                 eigenvalues, which are counted, but factorizing takes several times as long. To find
                 eigenvalues near s, a damping of −s is needed.
-            warn: whether to warn if the matrix is too rough, which a preconditioner may be.
+            warn: whether to warn if the matrix, or a solve, is too rough. A preconditioner may be.
 
         Raises:
             NotPositiveDefiniteError: A + D is not positive definite. Its ``smallest_damping`` is a
@@ -303,7 +304,9 @@ class HMatrix(EntryOperator):
             InsufficientMemoryError: the factors would not fit into free memory.
 
         Warns:
-            AccuracyWarning: it was not compressed for this damping, and its error is far above it.
+            AccuracyWarning: it was not compressed for this damping, and its error is far above it;
+                or the damping is too small for the precision: a random residual, which is
+                measured once, here, is above 1e-2.
 
         Examples:
             >>> F = A.factorize(damping=1e-2)
@@ -318,6 +321,8 @@ class HMatrix(EntryOperator):
         resolved = as_damping(damping, self.shape[0], self.layout)
         with torch.no_grad():
             factors = factorize(self, resolved, definite)
+            if warn:
+                warn_of_residual(self, factors, "F.solve(b, operator=H), which refines solutions")
             if warn and definite and self._record is not None:
                 warn_of_roughness(self, self._record, factors, resolved)
             return factors
