@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from hcurv.arguments import check_dense
 from hcurv.layout import ParameterLayout
 
 __all__ = ["Damping", "DampingLike", "DeviceLike", "as_damping"]
@@ -88,8 +89,12 @@ def as_damping(
                 "damping by names needs a matrix that knows the names of its parameters (of a"
                 f" GaussNewton, or compressed from one); pass a number or a tensor ({size},)"
             )
-        tensor = layout.expand(damping)
+        try:
+            tensor = layout.expand(damping)
+        except KeyError as error:
+            raise KeyError(f"damping: {error.args[0]}") from error
     elif isinstance(damping, Tensor):
+        check_dense(damping, "damping")
         tensor = damping
     else:
         try:

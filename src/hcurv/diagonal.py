@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from hcurv.arguments import check_dense
 from hcurv.damping import Damping, DampingLike, DeviceLike, as_damping
 from hcurv.factorized import Factorized, check_float_type
 from hcurv.indexing import Index, resolve_indices
@@ -47,12 +49,15 @@ class Diagonal(EntryOperator):
     def __init__(self, values: Tensor | _HasDiagonal) -> None:
         layout = None
         if not isinstance(values, Tensor):
-            if not isinstance(values, _HasDiagonal):
+            if not isinstance(values, _HasDiagonal) or isinstance(values, np.ndarray):
                 raise TypeError(
                     "Diagonal takes a tensor (N,) or an object with a method diagonal(); got"
                     f" {type(values).__name__}"
                 )
             layout, values = layout_of(values), values.diagonal()
+            if not isinstance(values, Tensor):
+                raise TypeError(f"diagonal() must return a tensor; got {type(values).__name__}")
+        check_dense(values, "a diagonal")
         if values.ndim != 1 or values.numel() == 0:
             raise ValueError(
                 f"a diagonal must have shape (N,) with N > 0; got {tuple(values.shape)}"

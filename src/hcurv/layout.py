@@ -326,6 +326,13 @@ class ParameterLayout:
             >>> [values.tolist() for values in H.layout.locate(torch.tensor([5, 25]))]
             [[0, 1], [1, 1], [1, 0]]
         """
+        if not isinstance(index, Tensor) or index.is_floating_point() or index.is_sparse:
+            raise TypeError(
+                f"index must be a dense tensor of integers; got {type(index).__name__}"
+                + (f" of {index.dtype}" if isinstance(index, Tensor) else "")
+            )
+        if index.is_meta:
+            raise TypeError("index must hold values; got a tensor on the meta device")
         starts = torch.tensor([part.start for part in self.slices.values()], device=index.device)
         widths = torch.tensor(
             [prod(shape[1:]) for shape in self.shapes.values()], device=index.device

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hcurv.arguments import check_dense
 from hcurv.indexing import check_count, check_seed, is_integer
 from hcurv.precision import FullPrecision
 from hcurv.memory import require_bytes
@@ -266,11 +267,7 @@ class SymmetricOperator(FullPrecision, ABC):
                 f"the right-hand side must be a torch.Tensor; got {type(rhs).__name__}"
                 " (for NumPy arrays use to_scipy())"
             )
-        if rhs.is_nested or rhs.layout != torch.strided:
-            raise TypeError(
-                "the right-hand side must be a dense tensor (use .to_dense()); got one of layout"
-                f" {rhs.layout}"
-            )
+        check_dense(rhs, "the right-hand side")
         if rhs.ndim not in (1, 2) or rhs.shape[0] != size:
             raise ValueError(
                 f"the right-hand side must have shape ({size},) or ({size}, k);"

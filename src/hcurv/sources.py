@@ -7,6 +7,7 @@ from typing import Protocol, TypeGuard, runtime_checkable
 import torch
 from torch import Tensor
 
+from hcurv.arguments import check_dense
 from hcurv.indexing import Index, resolve_indices
 from hcurv.operators import EntryOperator, EntrySource, SymmetricOperator
 from hcurv.source_checks import CheckedProducts, CheckedSource, check_psd_entries, compare_parts
@@ -244,13 +245,13 @@ def as_source(matrix: EntrySource | Tensor) -> EntrySource:
         ValueError: it is not symmetric positive semi-definite.
     """
     if isinstance(matrix, Tensor):
+        check_dense(matrix, "the matrix")
         _check_shape(tuple(matrix.shape), matrix.dtype, "the matrix")
         _check_diagonal(matrix.detach().diagonal(), matrix.shape[0])
         _check_dense(matrix.detach(), "the matrix", definite=True)
         return DenseMatrix(matrix)
     if isinstance(matrix, EntrySource):
-        own = isinstance(matrix, SymmetricOperator) and _is_ours(matrix)
-        checked: EntrySource = matrix if own else _checked(matrix)
+        checked: EntrySource = matrix if _is_ours(matrix) else _checked(matrix)
         _check_shape(tuple(checked.shape), checked.dtype, "the matrix")
         _check_spot(checked)
         if isinstance(checked, CheckedSource):
@@ -311,6 +312,7 @@ def as_operator(
     if isinstance(matrix, SymmetricOperator):
         return matrix
     if isinstance(matrix, Tensor):
+        check_dense(matrix, name)
         _check_shape(tuple(matrix.shape), matrix.dtype, name)
         _check_dense(matrix.detach(), name)
         return DenseMatrix(matrix)

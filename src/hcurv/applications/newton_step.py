@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hcurv.arguments import check_number
 from hcurv.hierarchical import compress
 from hcurv.linalg import CGResult, ConvergenceWarning, cg
 from hcurv.losses import Loss
@@ -108,8 +109,8 @@ def gauss_newton_step(
     """
     if isinstance(data, Tensor):
         raise ValueError("the step needs targets: pass data=(inputs, targets) or a loader of both")
-    if not (math.isfinite(damping) and damping > 0):
-        raise ValueError(f"damping must be positive; got {damping}")
+    damping = check_number(damping, "damping", above=0)
+    check_number(tolerance, "tolerance", above=0)
     if isinstance(preconditioner, str) and preconditioner not in ("diagonal", "hierarchical"):
         raise ValueError(
             'preconditioner must be "diagonal", "hierarchical", None or what hcurv.cg takes;'

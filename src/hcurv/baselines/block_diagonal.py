@@ -13,7 +13,7 @@ from hcurv.factorized import Factorized, check_float_type
 from hcurv.indexing import resolve_indices
 from hcurv.layout import layout_of
 from hcurv.memory import require_bytes
-from hcurv.operators import SymmetricOperator
+from hcurv.operators import EntrySource, SymmetricOperator
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -43,6 +43,11 @@ class BlockDiagonal(SymmetricOperator):
         source: Any,
         blocks: Literal["layer", "unit", "parameter"] | Sequence[Tensor] = "layer",
     ) -> None:
+        if isinstance(source, Tensor) or not isinstance(source, EntrySource):
+            raise TypeError(
+                "the source must offer entries, as a GaussNewton does (hcurv.EntrySource); got"
+                f" {type(source).__name__}"
+            )
         size = source.shape[0]
         self._shape = (size, size)
         self._device: torch.device = source.device

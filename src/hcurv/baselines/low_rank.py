@@ -21,6 +21,7 @@ from hcurv.linalg.nystrom import double_gram, leading, nystrom, orthonormal
 from hcurv.linalg.tall_factors import by_columns
 from hcurv.memory import require_bytes
 from hcurv.operators import SymmetricOperator
+from hcurv.sources import as_operator
 from hcurv.residuals import warn_of_residual
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class LowRank(SymmetricOperator):
         power_iterations: int = 1,
         seed: int = 0,
     ) -> None:
+        as_operator(source, "the source")
         size = source.shape[0]
         rank = check_count(rank, "rank", least=0, most=size)
         oversampling = check_count(oversampling, "oversampling", least=0)

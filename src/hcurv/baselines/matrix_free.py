@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from hcurv.arguments import check_number
 from hcurv.damping import Damping, DampingLike, DeviceLike, as_damping
 from hcurv.factorized import Factorized, NotFactorizableError, check_float_type
 from hcurv.indexing import check_count
 from hcurv.layout import layout_of
 from hcurv.linalg import CGResult, cg
 from hcurv.operators import SymmetricOperator
+from hcurv.sources import as_operator
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -41,8 +43,8 @@ class MatrixFree(SymmetricOperator):
     def __init__(
         self, matrix: SymmetricOperator, *, tolerance: float = 1e-6, max_iterations: int = 1000
     ) -> None:
-        self._matrix = matrix
-        self._tolerance = tolerance
+        self._matrix = as_operator(matrix, "the matrix")
+        self._tolerance = check_number(tolerance, "tolerance", above=0)
         self._max_iterations = check_count(max_iterations, "max_iterations")
         self.layout = layout_of(matrix)
 

@@ -9,6 +9,7 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor
 
+from hcurv.arguments import check_number
 from hcurv.hierarchical.tree.cluster_tree import Distance
 from hcurv.indexing import check_count, check_seed
 from hcurv.operators import EntrySource
@@ -159,8 +160,8 @@ def check_options(
             f"damping={damping:g} is for matrices to factorize, without a near field: use"
             " near_budget=0, or leave the damping out"
         )
-    if max_storage is not None and not 0 < max_storage < math.inf:
-        raise ValueError(f"max_storage is a share of N², positive; got {max_storage}")
+    if max_storage is not None:
+        max_storage = check_number(max_storage, "max_storage, a share of N²,", above=0)
     return Options(
         tolerance,
         leaf_size,

@@ -142,11 +142,21 @@ def certify(
         >>> hcurv.certify(better, H, damping=1e-2).variance.value < 2e-2
         True
     """
-    exact = as_operator(matrix)
+    exact = as_operator(matrix, "the matrix")
     num_probes = check_count(num_probes, "num_probes", least=2)
     seed = check_seed(seed)
     resolved = as_damping(damping, exact.shape[0], layout_of(exact))
     resolved.require_positive("H may be singular")
+    if factorized is None and not hasattr(approximation, "factorize"):
+        raise TypeError(
+            "approximation must be a matrix with a method factorize(damping), as hcurv.compress and"
+            f" hcurv.baselines make; got {type(approximation).__name__}"
+        )
+    if factorized is not None and not isinstance(factorized, Factorized):
+        raise TypeError(
+            "factorized must be approximation.factorize(damping), a hcurv.Factorized; got"
+            f" {type(factorized).__name__}"
+        )
     factors = approximation.factorize(damping) if factorized is None else factorized  # type: ignore[arg-type]
     exact = _precise(exact, resolved, matrix)
     values = resolved.diagonal(exact.shape[0], exact.device)[:, None]

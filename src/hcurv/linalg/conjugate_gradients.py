@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from hcurv.arguments import check_dense, check_number
 from hcurv.damping import Damping, DampingLike, as_damping
 from hcurv.indexing import check_count
 from hcurv.layout import layout_of
@@ -122,6 +123,10 @@ def cg(
     _check_system(matrix, rhs, tolerance)
     resolved = as_damping(damping, matrix.shape[0], layout_of(matrix))
     max_iterations = check_count(max_iterations, "max_iterations", least=0)
+    if start is not None and not isinstance(start, Tensor):
+        raise TypeError(f"start must be a tensor or None; got {type(start).__name__}")
+    if start is not None:
+        check_dense(start, "start")
     if start is not None and (start.shape != rhs.shape or start.dtype != rhs.dtype):
         raise ValueError(
             f"start must be like the right-hand side, {tuple(rhs.shape)} of {rhs.dtype};"
@@ -281,8 +286,8 @@ def _check_system(operator: SymmetricOperator, rhs: Tensor, tolerance: float) ->
         raise TypeError(
             f"the right-hand side must be {operator.dtype}, like the operator; got {rhs.dtype}"
         )
-    if not tolerance > 0:
-        raise ValueError(f"tolerance must be positive; got {tolerance}")
+    check_number(tolerance, "tolerance", above=0)
+    check_dense(rhs, "the right-hand side")
     if not bool(torch.isfinite(rhs).all()):
         raise ValueError("the right-hand side has entries that are NaN or infinite")
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hcurv.arguments import check_number
 from hcurv.indexing import check_count, check_seed
 from hcurv.operators import SymmetricOperator
 from hcurv.precision import full_precision
@@ -131,8 +132,11 @@ def eigsh(
             f"k must be less than N = {size}; got {k} (for all eigenpairs use"
             " torch.linalg.eigh(A.to_dense()))"
         )
-    if near is not None and not math.isfinite(near):
-        raise ValueError(f"near must be a finite number; got {near}")
+    if near is not None:
+        near = check_number(near, "near")
+    tolerance = check_number(tolerance, "tolerance", least=0)
+    if max_iterations is not None:
+        max_iterations = check_count(max_iterations, "max_iterations")
     if factorization is not None:
         _check_factorization(factorization, matrix)
     generator = np.random.default_rng(check_seed(seed) % 2**64)

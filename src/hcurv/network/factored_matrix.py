@@ -89,6 +89,8 @@ class FactoredMatrix(EntryOperator):
             >>> H.in_precision(torch.float32).dtype
             torch.float32
         """
+        if dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"dtype must be torch.float32 or torch.float64; got {dtype}")
         return FactoredMatrix(self._root.to(dtype), self._workspace)
 
     def of_points(self, points: Tensor, weights: Tensor) -> FactoredMatrix:
@@ -100,6 +102,9 @@ class FactoredMatrix(EntryOperator):
             >>> torch.allclose(first.to_dense() + rest.to_dense(), H.to_dense())
             True
         """
+        points = resolve_indices(points, self._root.num_points, self.device, "points")
+        if not isinstance(weights, Tensor) or weights.shape != points.shape:
+            raise ValueError(f"weights must be a tensor ({points.numel()},), one for each point")
         chosen = self._root.select(points, weights.sqrt().to(self.dtype))
         return FactoredMatrix(chosen, self._workspace)
 

@@ -95,7 +95,7 @@ class GaussNewton(FactoredMatrix):
         workspace: int = 2**28,
         progress: bool = False,
     ) -> None:
-        if workspace < MIN_WORKSPACE:
+        if check_count(workspace, "workspace", least=0) < MIN_WORKSPACE:
             raise ValueError(f"workspace must be at least {MIN_WORKSPACE} bytes; got {workspace}")
         choice = _row_choice(num_samples, fisher, check_seed(seed))
         problem = read_problem(model, loss, data, forward_fn=forward_fn, choice=choice)

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from hcurv.arguments import check_number
 from hcurv.indexing import check_count, check_seed
 from hcurv.network.random_draws import invert_cumulative
 from hcurv.precision import full_precision
@@ -17,8 +18,7 @@ __all__ = ["SamplingError", "bound_factor", "num_samples_for", "sampling_error"]
 
 def bound_factor(delta: float) -> float:
     """η = 1 + √(8 log(1/δ)), the factor of the paper's Theorem 3.2."""
-    if not 0 < delta < 1:
-        raise ValueError(f"delta must lie in (0, 1); got {delta}")
+    delta = check_number(delta, "delta", above=0, below=1)
     return 1 + math.sqrt(8 * math.log(1 / delta))
 
 
@@ -36,8 +36,7 @@ def num_samples_for(epsilon: float, delta: float) -> int:
         >>> hcurv.num_samples_for(epsilon=0.1, delta=0.05)
         3476
     """
-    if not (epsilon > 0 and math.isfinite(epsilon)):
-        raise ValueError(f"epsilon must be a positive, finite number; got {epsilon}")
+    epsilon = check_number(epsilon, "epsilon", above=0)
     return math.ceil((bound_factor(delta) / epsilon) ** 2)
 
 
@@ -97,8 +96,14 @@ def sampling_error(
     """
     check_count(num_pairs, "num_pairs", least=2)
     seed = check_seed(seed)
+    for source, name in ((sampled, "sampled"), (exact, "exact")):
+        if not (hasattr(source, "pairs") and hasattr(source, "diagonal")):
+            raise TypeError(
+                f"{name} must offer entries, diagonal() and pairs(rows, cols), as a GaussNewton and"
+                f" its sample_entries do; got {type(source).__name__}"
+            )
     if sampled.shape != exact.shape:
-        raise ValueError(f"the shapes differ: {sampled.shape} and {exact.shape}")
+        raise ValueError(f"sampled and exact must have one shape: {sampled.shape}, {exact.shape}")
     weights = exact.diagonal().double()
     trace = weights.sum()
     if trace == 0:

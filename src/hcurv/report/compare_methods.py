@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from hcurv.arguments import check_number
 from hcurv.baselines import KFAC, BlockDiagonal, Diagonal, LowRank, MatrixFree
 from hcurv.factorized import AccuracyWarning, Factorized, NotFactorizableError
 from hcurv.hierarchical import CompressionWarning, HMatrix, compress
@@ -83,13 +84,10 @@ def compare(
         >>> low_rank.settings, low_rank.storage <= 0.5
         ('rank 25', True)
     """
-    if not 0 < storage < math.inf:
-        raise ValueError(f"storage must be a positive fraction of N², such as 0.02; got {storage}")
-    if damping is not None and not 0 < damping < math.inf:
-        raise ValueError(
-            f"damping must be positive, or None for a thousandth of the largest eigenvalue; got"
-            f" {damping}"
-        )
+    storage = check_number(storage, "storage", above=0)
+    if damping is not None:
+        damping = check_number(damping, "damping", above=0)
+    tolerance = check_number(tolerance, "tolerance", above=0)
     max_iterations = check_count(max_iterations, "max_iterations")
     num_probes = check_count(num_probes, "num_probes")
     seed = check_seed(seed)

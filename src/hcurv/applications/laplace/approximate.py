@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from hcurv.arguments import check_number
 from hcurv.applications.laplace.curvature import Curvature, Structure, check_structure
 from hcurv.applications.laplace.likelihood import (
     DataFit,
@@ -87,6 +88,7 @@ def laplace(
     module = select_parameters(model, parameters, data, forward_fn)
     snapshot = ModelSnapshot(module, forward_fn)
     _check_outputs(snapshot, data)
+    tolerance = check_number(tolerance, "tolerance", above=0, below=1)
     curvature = Curvature(
         module,
         likelihood.loss,

@@ -49,7 +49,10 @@ def select_parameters(
         )
     else:
         for pattern in [parameters] if isinstance(parameters, str) else parameters:
-            wanted.update(layout.matching(pattern))
+            try:
+                wanted.update(layout.matching(pattern))
+            except KeyError as error:
+                raise KeyError(f"parameters: {error.args[0]}") from error
     for name, parameter in snapshot.trainable.items():
         parameter.requires_grad_(name in wanted)
     return snapshot.module

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from hcurv.arguments import check_callable
 from hcurv.applications.optim.damping_rules import DampingRules, check_group
 from hcurv.applications.optim.objective import Objective, read_batch
 from hcurv.applications.optim.one_step import OneStep, Task
@@ -120,6 +121,7 @@ class GaussNewton(Optimizer):
         if not (isinstance(tolerance, int | float) and 0 <= tolerance < 1):
             raise ValueError(f"tolerance must be a number in [0, 1); got {tolerance!r}")
         seed, max_iterations = check_seed(seed), check_count(max_iterations, "max_iterations")
+        check_callable(forward_fn, "forward_fn")
         objective = Objective(model, loss, forward_fn)
         if curvature_points is not None:
             curvature_points = check_count(curvature_points, "curvature_points")

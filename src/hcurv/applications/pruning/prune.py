@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune as torch_prune
 from tqdm import tqdm
 
+from hcurv.arguments import check_callable, check_number
 from hcurv.applications.pruning.points import Points
 from hcurv.applications.pruning.quadratic import QuadraticModel
 from hcurv.applications.pruning.result import Pruning, PruningStep
@@ -137,6 +138,14 @@ def prune(
     if sparsity is None and isinstance(schedule, Sequence) and schedule:
         sparsity = schedule[-1]
     wanted = _check(options, structure, scope, bias, sparsity)
+    check_callable(evaluate, "evaluate")
+    if isinstance(leave_out, str) or not isinstance(leave_out, Sequence):
+        raise TypeError(
+            'leave_out must be a list of names or patterns, such as ["*.bias"]; got'
+            f" {leave_out!r}"
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
     if torch_prune.is_pruned(unwrapped(model)):
         raise ValueError(
             "the model has masks of torch.nn.utils.prune: make them permanent first, with"
@@ -344,8 +353,7 @@ def _check(
             " their biases)"
         )
     if options.damping is not None:
-        if not (math.isfinite(options.damping) and options.damping > 0):
-            raise ValueError(f"damping must be positive; got {options.damping}")
+        check_number(options.damping, "damping", above=0)
     pattern = parse_pattern(structure)
     if pattern is not None:
         follows = 1 - pattern[0] / pattern[1]
@@ -365,9 +373,9 @@ def _sparsities(structure: Structure, schedule: int | Sequence[float], last: flo
     """The sparsity of every step."""
     if isinstance(structure, Groups):
         structure.check(last)
-    if not isinstance(schedule, Sequence):
+    if isinstance(schedule, str) or not isinstance(schedule, Sequence):
         return structure.schedule(last, check_count(schedule, "schedule"))
-    shares = [float(share) for share in schedule]
+    shares = [check_number(share, "schedule", least=0, below=1) for share in schedule]
     rising = all(low <= high for low, high in zip([0.0, *shares], shares, strict=False))
     if not shares or not rising or abs(shares[-1] - last) > 1e-9:
         raise ValueError(

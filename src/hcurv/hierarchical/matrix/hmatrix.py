@@ -28,7 +28,7 @@ from hcurv.hierarchical.parts.plan import Plan
 from hcurv.hierarchical.solving.factorization import Factorization, factorize
 from hcurv.hierarchical.solving.trust import warn_of_roughness
 from hcurv.hierarchical.tree.cluster_tree import ClusterTree
-from hcurv.indexing import Index, Indices, check_seed, resolve_indices, resolve_pairs
+from hcurv.indexing import Index, Indices, check_count, check_seed, resolve_indices, resolve_pairs
 from hcurv.layout import ParameterLayout
 from hcurv.operators import EntryOperator, EntrySource, require_dense
 from hcurv.residuals import warn_of_residual
@@ -462,7 +462,7 @@ class HMatrix(EntryOperator):
         """
         from hcurv.hierarchical.matrix.plots import plot_matrix
 
-        return plot_matrix(self, max_levels)
+        return plot_matrix(self, check_count(max_levels, "max_levels", least=0))
 
 
 def completed(matrix: HMatrix, record: BuildRecord, global_part: GlobalPart | None) -> HMatrix:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hcurv.arguments import check_number
 from hcurv.damping import Damping, DeviceLike
 from hcurv.factorized import Factorized, check_float_type
 from hcurv.hierarchical.parts.global_part import GlobalPart, GlobalUpdate, make_update
@@ -143,15 +144,15 @@ class Factorization(Factorized):
             >>> bool((H @ x + 1e-2 * x - b).norm() < 2e-6 * b.norm())
             True
         """
+        num_steps = check_count(num_refinements, "num_refinements", least=0)
+        if tolerance is not None:
+            tolerance = check_number(tolerance, "tolerance", above=0)
         if operator is None:
             return super().solve(rhs)
         exact = as_operator(operator)
         if exact.shape != self.shape:
             raise ValueError(f"the operator must have shape {self.shape}; got {exact.shape}")
-        num_steps = check_count(num_refinements, "num_refinements", least=0)
         wanted = default_tolerance(exact.dtype) if tolerance is None else tolerance
-        if not wanted > 0:
-            raise ValueError(f"tolerance must be positive; got {tolerance}")
         self._check_vectors(rhs, exact.dtype)
 
         def run(values: Tensor) -> Tensor:

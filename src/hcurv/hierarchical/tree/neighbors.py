@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hcurv.arguments import check_dense
 from hcurv.hierarchical.tree.cluster_tree import (
     MAX_ENTRIES,
     Distance,
@@ -19,6 +20,7 @@ from hcurv.hierarchical.tree.cluster_tree import (
 from hcurv.indexing import Indices, check_count, check_seed, resolve_indices
 from hcurv.operators import EntrySource
 from hcurv.precision import full_precision
+from hcurv.sources import as_source
 
 __all__ = ["nearest_neighbors", "neighbor_lists"]
 
@@ -69,8 +71,14 @@ def nearest_neighbors(
         >>> hcurv.nearest_neighbors(H, 3).shape[1]
         3
     """
+    matrix = as_source(source)
+    if diagonal is not None:
+        size = matrix.shape[0]
+        if not isinstance(diagonal, Tensor) or diagonal.shape != (size,):
+            raise TypeError(f"diagonal must be a tensor ({size},), or None to ask the source")
+        check_dense(diagonal, "diagonal")
     return neighbor_lists(
-        source,
+        matrix,
         num_neighbors,
         distance=distance,
         num_trees=num_trees,

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from hcurv.arguments import check_callable
 from hcurv.layout import ParameterLayout
 from hcurv.network.model_inputs import Inputs, map_inputs
 from hcurv.network.tracing import UnsupportedModelError
@@ -49,6 +50,7 @@ class ModelSnapshot:
     """
 
     def __init__(self, model: nn.Module, forward_fn: ForwardFunction | None = None) -> None:
+        check_callable(forward_fn, "forward_fn")
         self.module, self.computed = _copied(unwrapped(model))
         self._forward_fn = forward_fn
         self.layout = ParameterLayout.of(self.module)
