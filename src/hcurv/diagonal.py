@@ -11,7 +11,7 @@ from torch import Tensor
 from hcurv.arguments import check_dense
 from hcurv.damping import Damping, DampingLike, DeviceLike, as_damping
 from hcurv.factorized import Factorized, check_float_type
-from hcurv.indexing import Index, resolve_indices
+from hcurv.indexing import Index, resolve_blocks, resolve_indices
 from hcurv.layout import layout_of
 from hcurv.operators import EntryOperator
 
@@ -125,6 +125,7 @@ class Diagonal(EntryOperator):
             <BLANKLINE>
                     [[0., 2.]]])
         """
+        rows, cols = resolve_blocks(rows, cols, self.shape[0], self.device)
         values = self.values[rows][:, :, None].expand(*rows.shape, cols.shape[1])
         return values.masked_fill(rows[:, :, None] != cols[:, None, :], 0.0)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from hcurv.arguments import check_dense
 from hcurv.damping import Damping, DeviceLike
 from hcurv.indexing import check_count, check_generator
 from hcurv.memory import require_bytes
@@ -270,6 +271,7 @@ class Factorized(SymmetricOperator):
         if not isinstance(rows, Tensor) or rows.ndim != 2 or rows.shape[1] != self.shape[0]:
             given = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
             raise ValueError(f"rows must be a tensor of shape (m, {self.shape[0]}); got {given}")
+        check_dense(rows, "rows")
         solved = self.solve(rows.T.contiguous())
         return torch.linalg.vecdot(rows, solved.T) if diagonal else rows @ solved
 

@@ -18,6 +18,7 @@ __all__ = [
     "check_generator",
     "check_seed",
     "is_integer",
+    "resolve_blocks",
     "resolve_indices",
     "resolve_pairs",
 ]
@@ -206,3 +207,40 @@ def check_generator(generator: object) -> None:
             "generator must be a torch.Generator, as in torch.Generator().manual_seed(0), or None;"
             f" got {type(generator).__name__}"
         )
+
+
+def resolve_blocks(
+    rows: Tensor, cols: Tensor, size: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Check the indices of many blocks.
+
+    Args:
+        rows: rows of each block, (B, m); negative indices count from the end.
+        cols: columns of each block, (B, k).
+        size: N.
+        device: the device of the result.
+
+    Returns:
+        Both as int64 indices in [0, N).
+
+    Raises:
+        TypeError: they are not two-dimensional tensors of integers.
+        ValueError: they differ in the number of blocks.
+        IndexError: an index is out of range.
+    """
+    for name, index in (("rows", rows), ("cols", cols)):
+        if not isinstance(index, Tensor) or index.ndim != 2:
+            given = type(index).__name__
+            if isinstance(index, Tensor):
+                given = f"shape {tuple(index.shape)}"
+            raise TypeError(f"{name} must be a tensor of shape (blocks, indices); got {given}")
+        if index.dtype == torch.bool:
+            raise TypeError(f"{name} must hold integers; got values of type {index.dtype}")
+    if rows.shape[0] != cols.shape[0]:
+        raise ValueError(
+            f"rows and cols must be of equally many blocks; got {rows.shape[0]} and {cols.shape[0]}"
+        )
+    row_index = resolve_indices(rows.reshape(-1), size, device, "rows").view(rows.shape)
+    if rows is cols:
+        return row_index, row_index
+    return row_index, resolve_indices(cols.reshape(-1), size, device, "cols").view(cols.shape)

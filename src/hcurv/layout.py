@@ -16,6 +16,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from hcurv.arguments import check_dense
+
 __all__ = ["Grouping", "LinearParameters", "ParameterLayout", "layout_of"]
 
 Grouping: TypeAlias = Literal["parameter", "layer", "unit"]
@@ -103,6 +105,8 @@ class ParameterLayout:
             >>> hcurv.ParameterLayout.of(model).size == H.shape[0]
             True
         """
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
         return cls({name: p.shape for name, p in model.named_parameters() if p.requires_grad})
 
     @property
@@ -135,11 +139,13 @@ class ParameterLayout:
             >>> torch.equal(flat, torch.nn.utils.parameters_to_vector(model.parameters()))
             True
         """
+        if not isinstance(values, Mapping):
+            raise TypeError(f"values must be tensors by name; got {type(values).__name__}")
         unknown = [name for name in values if name not in self.shapes]
         missing = [name for name in self.names if name not in values]
         if unknown or missing:
             raise KeyError(
-                f"flatten needs one tensor for each of {self._listed()};"
+                f"values must have one tensor for each of {self._listed()};"
                 f" missing: {missing or 'none'}, not in the layout: {unknown or 'none'}"
             )
         for name, shape in self.shapes.items():
@@ -158,6 +164,9 @@ class ParameterLayout:
             >>> {name: tuple(part.shape) for name, part in H.layout.unflatten(b).items()}
             {'0.weight': (6, 4), '0.bias': (6,), '2.weight': (3, 6), '2.bias': (3,)}
         """
+        if not isinstance(flat, Tensor):
+            raise TypeError(f"flat must be a tensor; got {type(flat).__name__}")
+        check_dense(flat, "flat")
         if flat.ndim not in (1, 2) or flat.shape[0] != self.size:
             raise ValueError(
                 f"a flat vector must have shape ({self.size},) or ({self.size}, k);"
@@ -206,7 +215,8 @@ class ParameterLayout:
         found = inside or tuple(name for name in self.names if fnmatchcase(name, pattern))
         if not found:
             raise KeyError(
-                f"no trainable parameter or layer is called {pattern!r}; there are {self._listed()}"
+                f"no trainable parameter or layer is called {pattern!r}, by name or pattern; there"
+                f" are {self._listed()}"
             )
         return found
 
@@ -227,9 +237,7 @@ class ParameterLayout:
             layers = [self.select(*names) for names in self.layers.values()]
             return [rows for rows in layers if rows.numel()]
         if grouping != "unit":
-            raise ValueError(
-                f'blocks must be grouped by "parameter", "layer" or "unit"; got {grouping!r}'
-            )
+            raise ValueError(f'grouping must be "parameter", "layer" or "unit"; got {grouping!r}')
         units: list[Tensor] = []
         for names in self.layers.values():
             by_height: dict[int, list[Tensor]] = {}
@@ -250,6 +258,10 @@ class ParameterLayout:
             >>> H.layout.layer_shape("0")
             (4, 6)
         """
+        if layer not in self.layers:
+            raise KeyError(
+                f"layer must be one of {', '.join(map(repr, self.layers))}; got {layer!r}"
+            )
         shapes = [self.shapes[name] for name in self.layers[layer]]
         largest = max(shapes, key=lambda shape: (len(shape) > 1, shape.numel()))
         height = largest[0] if largest else 1
@@ -269,6 +281,8 @@ class ParameterLayout:
             >>> damping[[0, 29, 30, 50]]
             tensor([1.0000, 1.0000, 0.1000, 0.5000], dtype=torch.float64)
         """
+        if not isinstance(values, Mapping):
+            raise TypeError(f"values must be numbers by name; got {type(values).__name__}")
         chosen: dict[str, tuple[int, float | Tensor]] = {}
         for pattern, value in values.items():
             rank = 2 if pattern in self.shapes else 1 if pattern in self.layers else 0

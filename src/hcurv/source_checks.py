@@ -112,9 +112,7 @@ class CheckedSource:
                 " (convert it with torch.as_tensor)"
             )
         if tuple(values.shape) != tuple(shape):
-            raise ValueError(
-                f"{owner} must have shape {tuple(shape)}; got {tuple(values.shape)}"
-            )
+            raise ValueError(f"{owner} must have shape {tuple(shape)}; got {tuple(values.shape)}")
         if values.dtype != self.dtype or values.layout != torch.strided:
             raise TypeError(
                 f"{owner} must be dense and {self.dtype}, as its dtype says; got {values.dtype},"
@@ -142,9 +140,7 @@ def _checked_shape(shape: object, name: str) -> tuple[int, int]:
     try:
         rows, cols = (int(length) for length in shape)  # type: ignore[attr-defined]
     except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"the source's shape must be (N, N); {name} has {shape!r}"
-        ) from error
+        raise ValueError(f"the source's shape must be (N, N); {name} has {shape!r}") from error
     if rows != cols or rows <= 0:
         raise ValueError(f"the source must be square, (N, N) with N > 0; got shape {shape}")
     return rows, cols
@@ -218,9 +214,9 @@ def check_psd_entries(values: Tensor, first: Tensor, second: Tensor, cols: Tenso
     row, col = worst // values.shape[1], worst % values.shape[1]
     raise ValueError(
         "the matrix must be positive semi-definite; entry"
-        f" ({row}, {int(cols[col])}) is {float(values[row, col]):.3e}, where the diagonal entries of"
-        f" its row and column are {float(first[row]):.3e} and {float(second[col]):.3e}: no entry"
-        " of such a matrix is larger than the root of their product (add a multiple of the identity,"
+        f" ({row}, {int(cols[col])}) is {float(values[row, col]):.3e}, where the diagonal entries"
+        f" of its row and column are {float(first[row]):.3e} and {float(second[col]):.3e}: no entry"
+        " of such a matrix exceeds the root of their product (add a multiple of the identity,"
         " matrix + hcurv.Diagonal(d), or use hcurv.eigsh and hcurv.cg, which take any symmetric"
         " matrix)"
     )

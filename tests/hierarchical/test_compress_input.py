@@ -82,7 +82,9 @@ def test_sources_that_contradict_themselves() -> None:
         hcurv.compress(WrongDiagonal(dense))
     with pytest.raises(ValueError, match=r"must have shape \(64, 64\); got \(64, 100\)"):
         hcurv.compress(WrongShape(dense))
-    with pytest.raises(ValueError, match=r"source @ matrix of WrongProduct must have shape \(100, "):
+    with pytest.raises(
+        ValueError, match=r"source @ matrix of WrongProduct must have shape \(100, "
+    ):
         hcurv.compress(WrongProduct(dense))
 
 

@@ -27,6 +27,7 @@ from hcurv.applications.influence_measure import Measure, MeasureLoss, with_some
 from hcurv.applications.nearby_systems import solve_at_other_damping, solve_without_points
 from hcurv.applications.point_groups import check_groups, group_sums
 from hcurv.applications.score_file import ScoreFile
+from hcurv.arguments import check_number
 from hcurv.factorized import Factorized
 from hcurv.indexing import Index, check_count, check_seed, resolve_indices
 from hcurv.network.batches import Data
@@ -316,10 +317,13 @@ class Influence(FullPrecision):
             >>> list(found), all(0 < value <= 1 for value in found.values())
             ([0.5, 2.0], True)
         """
+        if isinstance(factors, str) or not isinstance(factors, Sequence):
+            raise TypeError(f"factors must be a list of numbers; got {type(factors).__name__}")
+        checked = [check_number(factor, "factors", above=0) for factor in factors]
         columns = self._query_rows(queries, measure).to_dense().T.contiguous()
         with torch.no_grad():
             scores = (self._gradients @ self.factorized.solve(columns)).T
-            return self._sensitivity(columns, scores, factors)
+            return self._sensitivity(columns, scores, checked)
 
     def _sensitivity(
         self, columns: Tensor, scores: Tensor, factors: Sequence[float]

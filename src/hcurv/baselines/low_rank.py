@@ -21,8 +21,8 @@ from hcurv.linalg.nystrom import double_gram, leading, nystrom, orthonormal
 from hcurv.linalg.tall_factors import by_columns
 from hcurv.memory import require_bytes
 from hcurv.operators import SymmetricOperator
-from hcurv.sources import as_operator
 from hcurv.residuals import warn_of_residual
+from hcurv.sources import as_operator
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hcurv.arguments import check_dense
 from hcurv.damping import Damping, DampingLike, as_damping
-from hcurv.indexing import Index, Indices, resolve_indices, resolve_pairs
+from hcurv.indexing import Index, Indices, resolve_blocks, resolve_indices, resolve_pairs
 from hcurv.layout import ParameterLayout
 from hcurv.memory import require_bytes
-from hcurv.network.block_batches import resolve_blocks
 from hcurv.network.kernel import TangentKernel
 from hcurv.network.root import Root
 from hcurv.operators import EntryOperator
@@ -147,6 +147,9 @@ class FactoredMatrix(EntryOperator):
             True
         """
         rows = self.num_root_rows
+        if not isinstance(values, Tensor):
+            raise TypeError(f"values must be a tensor; got {type(values).__name__}")
+        check_dense(values, "values")
         if values.ndim not in (1, 2) or values.shape[0] != rows or values.dtype != self.dtype:
             raise ValueError(
                 f"values must have shape ({rows},) or ({rows}, k) and be {self.dtype};"

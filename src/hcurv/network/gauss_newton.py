@@ -332,6 +332,8 @@ class GaussNewton(FactoredMatrix):
             ((20, 51), True)
         """
         data = inputs if targets is None else (inputs, targets)
+        if loss is not None and not hasattr(loss, "gradient"):
+            raise TypeError(f"loss must be a hcurv.losses.Loss or None; got {type(loss).__name__}")
         problem = self._problem if loss is None else replace(self._problem, loss=loss)
         return gradient_rows(problem, data, self._workspace)  # type: ignore[arg-type]
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from hcurv.indexing import check_count
 from hcurv.layout import ParameterLayout
 from hcurv.losses import HalfSquaredError, Loss
 from hcurv.memory import require_bytes
@@ -141,7 +142,9 @@ class JacobianRows(FullPrecision):
             >>> sum(len(chunk.to_dense()) for chunk in H.jacobian(inputs).chunks(8))
             60
         """
-        most = self._chunk_points if max_points is None else min(max_points, self._chunk_points)
+        most = self._chunk_points
+        if max_points is not None:
+            most = min(check_count(max_points, "max_points"), most)
         with torch.no_grad(), tqdm(total=self.num_points, disable=not progress) as bar:
             for chunk in self._kept if self._keeps else self._fresh(most):
                 count = chunk.root.num_points

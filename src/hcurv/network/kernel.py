@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from hcurv.damping import Damping
-from hcurv.indexing import Index, resolve_indices
+from hcurv.indexing import Index, resolve_blocks, resolve_indices
 from hcurv.memory import require_bytes
-from hcurv.network.block_batches import resolve_blocks
 from hcurv.network.point_order import similarity_order
 from hcurv.network.root import KernelParts, Root
 from hcurv.operators import SymmetricOperator

@@ -21,11 +21,11 @@ from hcurv.indexing import (
     Indices,
     check_count,
     check_seed,
+    resolve_blocks,
     resolve_indices,
     resolve_pairs,
 )
 from hcurv.memory import require_bytes
-from hcurv.network.block_batches import resolve_blocks
 from hcurv.network.point_order import similarity_order
 from hcurv.network.random_draws import hashed_uniforms, invert_cumulative
 from hcurv.network.root import PairTerms, Root

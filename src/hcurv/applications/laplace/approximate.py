@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from hcurv.arguments import check_number
 from hcurv.applications.laplace.curvature import Curvature, Structure, check_structure
 from hcurv.applications.laplace.likelihood import (
     DataFit,
@@ -18,6 +17,7 @@ from hcurv.applications.laplace.likelihood import (
 )
 from hcurv.applications.laplace.posterior import LaplacePosterior
 from hcurv.applications.laplace.subset import select_parameters
+from hcurv.arguments import check_number
 from hcurv.damping import DampingLike
 from hcurv.indexing import check_seed
 from hcurv.losses import Loss

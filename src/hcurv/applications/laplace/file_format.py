@@ -78,6 +78,8 @@ def read_posterior(
     from hcurv.applications.laplace.approximate import laplace
 
     path = as_path(path)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
     _, description, tensors = read_tensors(path, (_FORMAT,))
     _check_description(path, description, tensors)
     _check_weights(path, model, description["parameters"], tensors["weights"])

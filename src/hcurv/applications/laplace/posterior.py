@@ -20,6 +20,7 @@ from hcurv.applications.laplace.predictive import (
 )
 from hcurv.applications.laplace.scores import Score, score
 from hcurv.applications.laplace.tuning import Grouping, Tuning, maximise
+from hcurv.arguments import check_number
 from hcurv.damping import DampingLike, as_damping
 from hcurv.factorized import Factorized
 from hcurv.indexing import check_count, check_seed
@@ -322,6 +323,7 @@ class LaplacePosterior(FullPrecision):
             >>> sorted(post.prior_precision)
             ['0.bias', '0.weight', '2.bias', '2.weight']
         """
+        check_number(tolerance, "tolerance", above=0)
         if noise is None:
             noise = self._likelihood.is_noisy and not self._likelihood.has_given_noise
         elif noise and not self._likelihood.is_noisy:

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hcurv.arguments import check_callable
 from hcurv.applications.optim.damping_rules import DampingRules, check_group
 from hcurv.applications.optim.objective import Objective, read_batch
 from hcurv.applications.optim.one_step import OneStep, Task
 from hcurv.applications.optim.records import StepRecord, timed
 from hcurv.applications.optim.solver import METHODS, StepSolver
+from hcurv.arguments import check_callable
 from hcurv.indexing import check_count, check_seed
 from hcurv.losses import Loss
 from hcurv.network.batches import Data

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.utils import prune as torch_prune
 from tqdm import tqdm
 
-from hcurv.arguments import check_callable, check_number
 from hcurv.applications.pruning.points import Points
 from hcurv.applications.pruning.quadratic import QuadraticModel
 from hcurv.applications.pruning.result import Pruning, PruningStep
@@ -26,6 +24,7 @@ from hcurv.applications.pruning.structures import (
     make_structure,
     parse_pattern,
 )
+from hcurv.arguments import check_callable, check_number
 from hcurv.indexing import check_count, check_seed
 from hcurv.losses import Loss
 from hcurv.network.batches import Data
@@ -141,8 +140,7 @@ def prune(
     check_callable(evaluate, "evaluate")
     if isinstance(leave_out, str) or not isinstance(leave_out, Sequence):
         raise TypeError(
-            'leave_out must be a list of names or patterns, such as ["*.bias"]; got'
-            f" {leave_out!r}"
+            f'leave_out must be a list of names or patterns, such as ["*.bias"]; got {leave_out!r}'
         )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")

@@ -175,7 +175,12 @@ def check_leaves(values: Tensor, tree: ClusterTree, dtype: torch.dtype) -> LeafB
 
 
 def check_group(
-    nodes: Tensor, skeleton: Tensor, rest: Tensor, weights: Tensor, num_nodes: int, dtype: torch.dtype
+    nodes: Tensor,
+    skeleton: Tensor,
+    rest: Tensor,
+    weights: Tensor,
+    num_nodes: int,
+    dtype: torch.dtype,
 ) -> None:
     """Check that nodes of a level are nodes, and that the parts of their bases have equal sizes."""
     for indices in (nodes, skeleton, rest):

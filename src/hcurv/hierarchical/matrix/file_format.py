@@ -178,15 +178,19 @@ def read_tensors(
     """
     path = check_source(path)
     try:
-        metadata, tensors = read_tensor_file(path, lambda texts: _check_format(path, texts, formats))
+        metadata, tensors = read_tensor_file(
+            path, lambda texts: _check_format(path, texts, formats)
+        )
     except MalformedFileError as error:
         raise FileFormatError(
             f"{path} is truncated or no safetensors file ({error}); write it again"
         ) from error
     description = _read_description(path, metadata)
     checksums = description.get("checksums")
-    if not isinstance(checksums, dict) or checksums.keys() != tensors.keys() or any(
-        _checksum(tensor) != checksums[name] for name, tensor in tensors.items()
+    if (
+        not isinstance(checksums, dict)
+        or checksums.keys() != tensors.keys()
+        or any(_checksum(tensor) != checksums[name] for name, tensor in tensors.items())
     ):
         raise FileFormatError(f"{path} is damaged: checksums do not match; write it again")
     return metadata["format"], description, tensors

@@ -266,9 +266,10 @@ class HMatrix(EntryOperator):
             values = torch.zeros(row_index.numel(), dtype=self.dtype, device=self.device)
             # Every pair takes a row of each basis on its way up the tree.
             ranks = sum(int(level.ranks.max()) for level in self.levels) + self.global_rank
-            parts = (tensor.split(max(1, _PAIR_FLOATS // (1 + ranks))) for tensor in (
-                values, row_index, col_index
-            ))
+            parts = (
+                tensor.split(max(1, _PAIR_FLOATS // (1 + ranks)))
+                for tensor in (values, row_index, col_index)
+            )
             for target, first, second in zip(*parts, strict=True):
                 target.copy_(self._tree_pairs(first, second))
                 if self.global_part is not None:
@@ -397,6 +398,8 @@ class HMatrix(EntryOperator):
             >>> F.damping.shape
             torch.Size([51])
         """
+        if layout is not None and not isinstance(layout, ParameterLayout):
+            raise TypeError(f"layout must be a ParameterLayout; got {type(layout).__name__}")
         if layout is not None and layout.size != self.shape[0]:
             raise ValueError(f"the layout must have {self.shape[0]} parameters; got {layout.size}")
         result = self._with()

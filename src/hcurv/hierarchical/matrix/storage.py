@@ -280,9 +280,7 @@ def make_factorization(
         f"it does not have {num_negative} negative eigenvalues",
     )
     log_determinant = check_finite(description["log_determinant"], "log_determinant")
-    return Factorization(
-        tree, tuple(levels), damping, log_determinant, num_negative, dtype, update
-    )
+    return Factorization(tree, tuple(levels), damping, log_determinant, num_negative, dtype, update)
 
 
 def _count_negative(
