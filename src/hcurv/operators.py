@@ -267,7 +267,8 @@ class SymmetricOperator(FullPrecision, ABC):
                 f"the right-hand side must be a torch.Tensor; got {type(rhs).__name__}"
                 " (for NumPy arrays use to_scipy())"
             )
-        check_dense(rhs, "the right-hand side")
+        if not rhs.is_meta:  # a wrong device is named as one, below
+            check_dense(rhs, "the right-hand side")
         if rhs.ndim not in (1, 2) or rhs.shape[0] != size:
             raise ValueError(
                 f"the right-hand side must have shape ({size},) or ({size}, k);"

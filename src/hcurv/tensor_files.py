@@ -15,15 +15,16 @@ import math
 import os
 import struct
 from collections.abc import Callable, Mapping
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hcurv.memory import require_bytes
 
-__all__ = ["MalformedFileError", "read_tensor_file", "write_tensor_file"]
+__all__ = ["MalformedFileError", "bytes_of", "read_tensor_file", "write_tensor_file"]
 
 _CODES = {
     torch.float64: "F64",
@@ -66,7 +67,7 @@ def write_tensor_file(path: str, tensors: Mapping[str, Tensor], texts: Mapping[s
         stream.write(text)
         for name in names:
             if tensors[name].numel():
-                stream.write(memoryview(tensors[name].view(-1).numpy()).cast("B"))
+                stream.write(bytes_of(tensors[name]))
 
 
 def read_tensor_file(
@@ -142,7 +143,13 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
 
 
-def _read(stream: BinaryIO, first: int, entry: Mapping[str, Any]) -> Tensor:
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU that is not empty, without a copy."""
+    values: Any = tensor.view(-1).numpy()
+    return memoryview(values).cast("B")
+
+
+def _read(stream: BufferedReader, first: int, entry: Mapping[str, Any]) -> Tensor:
     """Read one tensor; ``first`` is where the bytes of all tensors begin."""
     try:
         tensor = torch.empty(entry["shape"], dtype=_TYPES[entry["dtype"]])
@@ -151,6 +158,6 @@ def _read(stream: BinaryIO, first: int, entry: Mapping[str, Any]) -> Tensor:
     if tensor.numel() == 0:
         return tensor
     stream.seek(first + entry["data_offsets"][0])
-    if stream.readinto(memoryview(tensor.view(-1).numpy()).cast("B")) != tensor.nbytes:
+    if stream.readinto(bytes_of(tensor)) != tensor.nbytes:
         raise MalformedFileError("it ends too early")
     return tensor

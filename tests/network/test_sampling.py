@@ -286,10 +286,10 @@ def test_bad_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for delta in (0.0, 1.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match=r"delta must lie in \(0, 1\)"):
             sampled.error_bound([0], [1], delta)
-    with pytest.raises(ValueError, match="epsilon must be positive; got 0"):
+    with pytest.raises(ValueError, match="epsilon must be positive and finite; got 0"):
         hcurv.num_samples_for(0, 0.1)
     for epsilon in (math.inf, math.nan):
-        with pytest.raises(ValueError, match="epsilon must be a positive, finite number"):
+        with pytest.raises(ValueError, match="epsilon must be positive and finite"):
             hcurv.num_samples_for(epsilon, 0.1)
     with pytest.raises(ValueError, match="not 'uniform'"):
         operator.sample_entries(5, "uniform").error_bound([0], [1], 0.1)

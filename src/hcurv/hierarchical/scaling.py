@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,9 +113,9 @@ def unscaled(matrix: HMatrix, scale: float) -> HMatrix:
 
     levels = tuple(replace(level, couplings=larger(level.couplings)) for level in matrix.levels)
     leaves = replace(matrix.leaves, values=matrix.leaves.values * scale)
-    parts = {"leaves": leaves, "levels": levels}
+    parts: dict[str, Any] = {"leaves": leaves, "levels": levels}
     if matrix.near:
-        parts["near"] = larger(matrix.near)  # type: ignore[assignment]
+        parts["near"] = larger(matrix.near)
     part, record = matrix.global_part, matrix.record
     if part is not None:
         part = GlobalPart(part.rows, part.factor * math.sqrt(scale))

@@ -20,7 +20,7 @@ from torch import Tensor
 from hcurv.files import check_source, check_target, write_atomically
 from hcurv.hierarchical.matrix.file_checks import ReadOnce, check_tree
 from hcurv.hierarchical.tree.cluster_tree import ClusterTree
-from hcurv.tensor_files import MalformedFileError, read_tensor_file, write_tensor_file
+from hcurv.tensor_files import MalformedFileError, bytes_of, read_tensor_file, write_tensor_file
 
 T = TypeVar("T")
 
@@ -124,7 +124,7 @@ def write_tensors(
 
 
 def _checksum(tensor: Tensor) -> int:
-    values = zlib.crc32(memoryview(tensor.view(-1).numpy())) if tensor.numel() else 0
+    values = zlib.crc32(bytes_of(tensor)) if tensor.numel() else 0
     return zlib.crc32(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), values)
 
 

@@ -176,11 +176,11 @@ def matrix_parts(
         bases = []
         for place in range(check_number(num_bases, "the number of bases", most=len(tensors))):
             name = f"levels.{number}.bases.{place}"
-            nodes, *parts = (
+            nodes, skeleton, rest, weights = (
                 tensors[f"{name}.{part}"] for part in ("nodes", "skeleton", "rest", "weights")
             )
-            check_group(nodes, *parts, counts.numel(), dtype)
-            bases.append(Basis.of(nodes, ranks, *parts))
+            check_group(nodes, skeleton, rest, weights, counts.numel(), dtype)
+            bases.append(Basis.of(nodes, ranks, skeleton, rest, weights))
         check_groups(bases, counts.cumsum(0) - counts, counts, ranks, ranks > 0)
         couplings = read_couplings(tensors, f"levels.{number}.couplings", num_couplings, ranks)
         check_couplings(couplings, ranks, dtype, siblings)
