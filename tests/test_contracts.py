@@ -156,7 +156,9 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "prior": ("grouping",),
     "approximation": ("factoriz",),
     "structure": ("blocks",),
-    "values": ("by name or pattern", "diagonal", "right-hand side"),
+    "pattern": ("is called",),
+    "grouping": ("grouped by",),
+    "values": ("is called", "diagonal", "right-hand side"),
     "path": ("no such folder", "is no regular file", "no such file"),
     "global_rank": ("rank",),
 }

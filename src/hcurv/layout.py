@@ -215,8 +215,7 @@ class ParameterLayout:
         found = inside or tuple(name for name in self.names if fnmatchcase(name, pattern))
         if not found:
             raise KeyError(
-                f"no trainable parameter or layer is called {pattern!r}, by name or pattern; there"
-                f" are {self._listed()}"
+                f"no trainable parameter or layer is called {pattern!r}; there are {self._listed()}"
             )
         return found
 
@@ -237,7 +236,9 @@ class ParameterLayout:
             layers = [self.select(*names) for names in self.layers.values()]
             return [rows for rows in layers if rows.numel()]
         if grouping != "unit":
-            raise ValueError(f'grouping must be "parameter", "layer" or "unit"; got {grouping!r}')
+            raise ValueError(
+                f'blocks must be grouped by "parameter", "layer" or "unit"; got {grouping!r}'
+            )
         units: list[Tensor] = []
         for names in self.layers.values():
             by_height: dict[int, list[Tensor]] = {}
