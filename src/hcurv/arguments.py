@@ -1,7 +1,8 @@
 """Checks of numbers, functions and tensors that users pass, one place for each kind.
 
 Indices, counts and seeds are checked in `indexing`, paths in `files`, matrices in `sources`,
-dampings in `damping`, and devices and types in `factorized`. All of them raise a TypeError or a ValueError that names the argument.
+dampings in `damping`, and devices and types in `factorized`. All of them raise a TypeError or a
+ValueError that names the argument.
 """
 
 from __future__ import annotations

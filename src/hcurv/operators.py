@@ -17,8 +17,8 @@ from torch import Tensor
 
 from hcurv.arguments import check_dense
 from hcurv.indexing import check_count, check_seed, is_integer
-from hcurv.precision import FullPrecision
 from hcurv.memory import require_bytes
+from hcurv.precision import FullPrecision
 
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator
