@@ -18,8 +18,10 @@ __all__ = [
     "ProductSource",
     "RootedSource",
     "as_operator",
+    "as_products",
     "as_source",
     "blocks",
+    "has_entries",
     "has_product",
     "name_of",
     "product",
@@ -33,6 +35,8 @@ _SPOT = 64
 # Entries (i, j) and (j, i) may differ by this many units of rounding of the largest entry, because
 # sums over data points that are taken in another order differ by some tens of units.
 _ROUNDING = 1e3
+# A matrix without entries is tried on so many random vectors.
+_TRIED = 8
 
 
 @runtime_checkable
@@ -213,6 +217,11 @@ def has_product(source: EntrySource | MatrixProduct) -> TypeGuard[ProductSource]
     return hasattr(source, "__matmul__")
 
 
+def has_entries(matrix: object) -> TypeGuard[EntrySource | Tensor]:
+    """Whether the matrix is dense or can be asked for its entries."""
+    return isinstance(matrix, Tensor | EntrySource)
+
+
 def product(source: EntrySource | MatrixProduct, vectors: Tensor) -> Tensor:
     """Return ``source @ vectors``, (N, k), of a source that has a product.
 
@@ -261,7 +270,8 @@ def as_source(matrix: EntrySource | Tensor) -> EntrySource:
         return checked
     raise TypeError(
         "a matrix to compress must be a dense tensor or offer shape, dtype, device, diagonal()"
-        f" and block(rows, cols) (hcurv.EntrySource); got {type(matrix).__name__}"
+        " and block(rows, cols) (hcurv.EntrySource), or shape, dtype, device and @; got"
+        f" {type(matrix).__name__}"
     )
 
 
@@ -293,6 +303,38 @@ def _check_zero_rows(source: EntrySource) -> None:
             f"the matrix must be positive semi-definite; row {int(zero[0])}, or another row with a"
             " zero on the diagonal, is not zero (add a multiple of the identity first)"
         )
+
+
+def as_products(matrix: MatrixProduct, seed: int) -> SymmetricOperator:
+    """Check, by products with a few random vectors, that a matrix without entries can be compressed.
+
+    Raises:
+        TypeError: it is not of type float32 or float64.
+        ValueError: it is not square, or products show that it is not symmetric positive
+            semi-definite.
+    """
+    operator = as_operator(matrix, "the matrix")
+    generator = torch.Generator().manual_seed(seed)
+    vectors = torch.randn(operator.shape[0], _TRIED, generator=generator, dtype=operator.dtype)
+    vectors = vectors.to(operator.device)
+    products = operator @ vectors
+    if products.shape != vectors.shape:
+        raise ValueError(
+            f"source @ matrix must have shape {tuple(vectors.shape)}; got {tuple(products.shape)}"
+        )
+    _finite_max(products, "the matrix")
+    # Rounding of xᵀ H y is relative to the norms of its factors.
+    norms = torch.linalg.vector_norm(vectors, dim=0)[:, None]
+    largest = float((norms * torch.linalg.vector_norm(products, dim=0)).max())
+    forms = (vectors.T @ products) / max(largest, torch.finfo(operator.dtype).tiny)
+    _check_asymmetry(float((forms - forms.T).abs().max()), 1.0, operator.dtype, "the matrix")
+    lowest = float(torch.linalg.eigvalsh((forms + forms.T).double() / 2)[0])
+    if lowest < -_ROUNDING * torch.finfo(operator.dtype).eps:
+        raise ValueError(
+            "the matrix must be positive semi-definite; it is negative in a random direction (of a"
+            " Hessian, take the Gauss-Newton matrix instead)"
+        )
+    return operator
 
 
 def as_operator(

@@ -35,6 +35,7 @@ from hcurv.hierarchical.options import FINEST, Options, check_options
 from hcurv.hierarchical.parts.global_part import Remainder
 from hcurv.hierarchical.planning.ordering import choose_tree, default_leaf_size
 from hcurv.hierarchical.planning.planner import prepare
+from hcurv.hierarchical.planning.products_alone import construct_from_products
 from hcurv.hierarchical.planning.sampled_matrix import DEFAULT_WORKSPACE
 from hcurv.hierarchical.scaling import scale_of, scaled, unscaled
 from hcurv.hierarchical.tree.cluster_tree import Distance, cluster, depth_for
@@ -42,7 +43,13 @@ from hcurv.layout import layout_of
 from hcurv.memory import require_bytes
 from hcurv.operators import EntrySource
 from hcurv.precision import full_precision
-from hcurv.sources import as_source, structural_orders
+from hcurv.sources import (
+    MatrixProduct,
+    as_products,
+    as_source,
+    has_entries,
+    structural_orders,
+)
 
 __all__ = ["CompressionWarning", "compress"]
 
@@ -55,7 +62,7 @@ _MAX_DAMPED_BUILDS = 4
 
 @full_precision
 def compress(
-    source: EntrySource | Tensor,
+    source: EntrySource | MatrixProduct | Tensor,
     *,
     accuracy: Literal["low", "high"] | None = None,
     tolerance: float | None = None,
@@ -77,7 +84,9 @@ def compress(
     Args:
         source: a `GaussNewton`, sampled entries, a dense tensor, or any object with the
             `EntrySource` protocol. It may further offer ``@`` (products), ``blocks(rows, cols)``
-            (many blocks at once) and ``orders()`` (orders of its rows by name).
+            (many blocks at once) and ``orders()`` (orders of its rows by name). An object with
+            products and no entries (``shape``, ``dtype``, ``device`` and ``@``), such as an
+            operator of another library, becomes a global part alone.
         accuracy: a preset with the paper's settings: "low" (leaves of 128, ranks up to 128,
             tolerance 5e-2) or "high" (1024, 1024, 5e-4). The next three arguments override it.
         tolerance: relative error ‖H − A‖_F/‖H‖_F to aim at, which is right for products; 0 for as
@@ -153,14 +162,48 @@ def compress(
         workspace=workspace,
     )
     with torch.no_grad(), closing(Phases(progress)) as phases:
-        matrix = as_source(source)
-        options = options.for_source(matrix)
-        scale = scale_of(matrix)
-        if options.damping is not None:
-            options = replace(options, damping=options.damping / scale)
-        built = _compress(scaled(matrix, scale), options, phases)
+        scale = 1.0
+        if not has_entries(source) and isinstance(source, MatrixProduct):
+            built = _compress_products(source, options, phases)
+        else:
+            matrix = as_source(source)
+            options = options.for_source(matrix)
+            scale = scale_of(matrix)
+            if options.damping is not None:
+                options = replace(options, damping=options.damping / scale)
+            built = _compress(scaled(matrix, scale), options, phases)
     warn_of_shortfall(built, options.max_storage is not None)
-    return unscaled(built.matrix, scale).with_layout(layout_of(matrix))
+    return unscaled(built.matrix, scale).with_layout(layout_of(source))
+
+
+def _compress_products(source: MatrixProduct, options: Options, phases: Phases) -> Construction:
+    """Make a global part of a matrix without entries."""
+    options.require_no_tree(type(source).__name__)
+    operator = as_products(source, options.seed)
+    if options.tolerance is None and options.global_rank is not None:
+        options = replace(options, tolerance=0.0)  # a number of columns is an accuracy by itself
+    options, max_rank = options.for_source(operator), None
+    if options.max_storage is not None:
+        max_rank = min(operator.shape[0], int(options.max_storage * operator.shape[0]))
+        if max_rank == 0:
+            least = 1 / operator.shape[0]
+            raise ValueError(
+                f"max_storage={options.max_storage:g} allows not even one column; the smallest"
+                f" value is {least:.3g}"
+            )
+    tolerance = options.tolerance
+    assert tolerance is not None
+    if options.global_rank is None:
+        tolerance = max(tolerance, FINEST * torch.finfo(operator.dtype).eps)
+    return construct_from_products(
+        operator,
+        tolerance,
+        global_rank=options.global_rank,
+        max_rank=max_rank,
+        workspace=options.workspace,
+        seed=options.seed,
+        phases=phases,
+    )
 
 
 def _compress(source: EntrySource, options: Options, phases: Phases) -> Construction:

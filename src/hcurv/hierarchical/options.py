@@ -13,7 +13,7 @@ from hcurv.arguments import check_number
 from hcurv.hierarchical.tree.cluster_tree import Distance
 from hcurv.indexing import check_count, check_seed
 from hcurv.operators import EntrySource
-from hcurv.sources import has_product, name_of
+from hcurv.sources import MatrixProduct, has_product, name_of
 
 __all__ = ["FINEST", "Options", "check_options"]
 
@@ -73,7 +73,31 @@ class Options:
     workspace: int
     damped_tolerance: float | None = None
 
-    def for_source(self, source: EntrySource) -> Options:
+    def require_no_tree(self, name: str) -> None:
+        """Raise if anything asks for entries, which a matrix does not have.
+
+        Args:
+            name: what the matrix is.
+        """
+        asked = {
+            "leaf_size": self.leaf_size is not None,
+            "max_rank": self.max_rank is not None,
+            "near_budget": bool(self.near_budget),
+            "ordering": not (isinstance(self.ordering, str) and self.ordering == "auto"),
+            'method="neighbors"': self.method == "neighbors",
+            "global_rank=0": self.global_rank == 0,
+            "damping": self.damping is not None,
+        }
+        if any(asked.values()):
+            found = ", ".join(option for option, is_asked in asked.items() if is_asked)
+            raise ValueError(
+                f"{name} has products and no entries, so that it is compressed to a global part"
+                f" alone, without a tree and a diagonal. These options need entries: {found}. Leave"
+                " them out (a preset counts as leaf_size and max_rank), or give the matrix"
+                " diagonal() and block(rows, cols)"
+            )
+
+    def for_source(self, source: EntrySource | MatrixProduct) -> Options:
         """These options with the defaults that depend on the source.
 
         Raises:

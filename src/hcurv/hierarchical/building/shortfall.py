@@ -75,6 +75,8 @@ def _reason(built: Construction, is_limited: bool) -> str:
         )
     if is_limited:
         return "max_storage allows no more. Raise it, use a larger damping, or accept the error"
+    if matrix.tree.num_kept == 0 and record.plan is None:
+        return f"a global part of rank {matrix.global_rank} leaves it. Raise global_rank"
     larger = "a larger tolerance" if record.damping is None else "a larger tolerance or damping"
     return (
         f"{matrix.dtype} rounding or noise in the entries is in the way. Use float64 or accept"

@@ -26,7 +26,7 @@ from hcurv.memory import InsufficientMemoryError
 from hcurv.operators import EntrySource
 from hcurv.sources import RootedSource
 
-__all__ = ["part_alone", "suits"]
+__all__ = ["AMPLE", "part_alone", "sufficient_rank", "suits"]
 
 # Vectors of N floats are multiplied in panels of so many floats, and this share of the workspace,
 # but of at least so many columns.
@@ -35,7 +35,7 @@ _PANEL_FLOATS, _PANEL_SHARE, _LEAST_PANEL = 2**26, 1 / 16, 16
 _NUM_PANELS = 3
 # The basis has so many directions at first, grows at most by this factor, and is so many times as
 # wide as the rank that it is for.
-_FIRST_WIDTH, _MAX_STEP, _AMPLE = 16, 3.0, 1.25
+_FIRST_WIDTH, _MAX_STEP, AMPLE = 16, 3.0, 1.25
 # V is turned so many rows at a time.
 _TURNED_FLOATS = 2**24
 
@@ -77,7 +77,7 @@ def part_alone(
     known = SampledMatrix(kernel, every, seed, phases, max_working, wide=_FIRST_WIDTH)
     known.keep_no_pool()
     room = max_working // rows.numel() - _NUM_PANELS * kernel.panel
-    rank = _rank(known, tolerance, room, source.shape[0])
+    rank = sufficient_rank(known, tolerance, room, source.shape[0])
     with phases.timed("global part"):
         phases.describe(f"planning: {rank} columns of the global part")
         factor = _columns(kernel, known.factor(rank))
@@ -93,19 +93,30 @@ def part_alone(
     return BuildStart(plan, tree, candidate.leaf_size, part, None, None, share, norm)
 
 
-def _rank(known: SampledMatrix, tolerance: float, room: int, size: int) -> int:
-    """Let the basis grow until some of it suffices."""
-    most = min(known.rows.numel(), math.ceil(_AMPLE * max(0, room)))
+def sufficient_rank(known: SampledMatrix, tolerance: float, room: int, size: int) -> int:
+    """Let the basis grow until some of it suffices, and return how many columns that is.
+
+    Args:
+        known: products with the matrix whose leading eigenvectors are looked for.
+        tolerance: relative error.
+        room: most columns that the workspace allows.
+        size: number N of rows, for messages.
+
+    Raises:
+        InsufficientMemoryError: more columns are needed.
+    """
+    most = min(known.rows.numel(), math.ceil(AMPLE * max(0, room)))
     width = min(_FIRST_WIDTH, most)
     while True:
         known.extend(width)
-        is_last = known.is_exhausted or width == most
-        limit = known.rank if known.is_exhausted else min(int(width / _AMPLE), known.rank)
+        is_whole = known.is_exhausted or width == known.rows.numel()
+        is_last = is_whole or width == most
+        limit = known.rank if is_whole else min(int(width / AMPLE), known.rank)
         needed = known.rank_for(SAFETY * tolerance, limit)
         if needed <= min(limit, room):
             return int(needed)
-        if is_last and limit <= room and limit == known.rows.numel():
-            return limit
+        if is_whole and limit <= room:
+            return limit  # nothing is left but rounding
         if is_last:
             hint = "" if needed == math.inf else f" about {math.ceil(needed)} may suffice;"
             raise InsufficientMemoryError(
@@ -113,7 +124,7 @@ def _rank(known: SampledMatrix, tolerance: float, room: int, size: int) -> int:
                 f" a relative error above the tolerance {tolerance:.1e}, and for no tree of"
                 f" N = {size};{hint} pass a larger workspace= or tolerance="
             )
-        step = min(max(1.3, _AMPLE * needed / width), _MAX_STEP)
+        step = min(max(1.3, AMPLE * needed / width), _MAX_STEP)
         width = min(math.ceil(step * width), most)
 
 
