@@ -306,7 +306,7 @@ def _check_zero_rows(source: EntrySource) -> None:
 
 
 def as_products(matrix: MatrixProduct, seed: int) -> SymmetricOperator:
-    """Check, by products with a few random vectors, that a matrix without entries can be compressed.
+    """Check that a matrix without entries can be compressed, by products with random vectors.
 
     Raises:
         TypeError: it is not of type float32 or float64.
