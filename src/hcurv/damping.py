@@ -6,16 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hcurv.arguments import check_dense
+from hcurv.arrays import as_tensor
 from hcurv.layout import ParameterLayout
 
 __all__ = ["Damping", "DampingLike", "DeviceLike", "as_damping"]
 
 DeviceLike: TypeAlias = torch.device | str | None
-DampingLike: TypeAlias = float | Tensor | Mapping[str, "float | Tensor"]
+DampingLike: TypeAlias = float | Tensor | np.ndarray | Mapping[str, "float | Tensor"]
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,9 @@ def as_damping(
     """Turn what users pass as ``damping`` into a `Damping`.
 
     Args:
-        damping: a number or a tensor of one number; a tensor (N,); or, where the parameters have
-            names, a mapping from names of parameters or layers (or patterns of them) to numbers.
-            Gradients of tensors are kept.
+        damping: a number or a tensor of one number; a tensor or array (N,); or, where the
+            parameters have names, a mapping from names of parameters or layers (or patterns of
+            them) to numbers. Gradients of tensors are kept.
         size: N.
         layout: names of the parameters, if they are known.
 
@@ -93,6 +95,8 @@ def as_damping(
             tensor = layout.expand(damping)
         except KeyError as error:
             raise KeyError(f"damping: {error.args[0]}") from error
+    elif isinstance(damping, np.ndarray):
+        tensor = as_tensor(damping)
     elif isinstance(damping, Tensor):
         check_dense(damping, "damping")
         tensor = damping

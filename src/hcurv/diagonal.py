@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hcurv.arguments import check_dense
+from hcurv.arrays import as_tensor
 from hcurv.damping import Damping, DampingLike, DeviceLike, as_damping
 from hcurv.factorized import Factorized, check_float_type
 from hcurv.indexing import Index, resolve_blocks, resolve_indices
@@ -46,10 +47,12 @@ class Diagonal(EntryOperator):
         (51, 51)
     """
 
-    def __init__(self, values: Tensor | _HasDiagonal) -> None:
+    def __init__(self, values: Tensor | np.ndarray | _HasDiagonal) -> None:
         layout = None
+        if isinstance(values, np.ndarray):
+            values = as_tensor(values)
         if not isinstance(values, Tensor):
-            if not isinstance(values, _HasDiagonal) or isinstance(values, np.ndarray):
+            if not isinstance(values, _HasDiagonal):
                 raise TypeError(
                     "Diagonal takes a tensor (N,) or an object with a method diagonal(); got"
                     f" {type(values).__name__}"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hcurv.arguments import check_dense
+from hcurv.arrays import takes_arrays
 from hcurv.damping import Damping, DeviceLike
 from hcurv.indexing import check_count, check_generator
 from hcurv.memory import require_bytes
@@ -160,8 +161,9 @@ class Factorized(SymmetricOperator):
             f" compression_rate={self.compression_rate:.3g}, dtype={self.dtype})"
         )
 
+    @takes_arrays
     def solve(self, rhs: Tensor) -> Tensor:
-        """Solve (A + D) x = rhs, for ``rhs`` (N,) or (N, k).
+        """Solve (A + D) x = rhs, for ``rhs`` (N,) or (N, k), a tensor or a NumPy array.
 
         Examples:
             >>> x = F.solve(b)
@@ -198,6 +200,7 @@ class Factorized(SymmetricOperator):
         with torch.no_grad():
             return self._logdet()
 
+    @takes_arrays
     def sqrt_solve(self, rhs: Tensor) -> Tensor:
         """G times ``rhs``, (N,) or (N, k), where G Gᵀ = (A + D)⁻¹.
 
@@ -245,6 +248,7 @@ class Factorized(SymmetricOperator):
         noise = torch.randn(size, num, dtype=self.dtype, device=where, generator=generator)
         return noise.to(self.device)
 
+    @takes_arrays
     def quadratic(self, rows: Tensor | RowSource, *, diagonal: bool = False) -> Tensor:
         """J (A + D)⁻¹ Jᵀ for rows J (m, N): the covariance of J w for w ~ N(0, (A + D)⁻¹).
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hcurv.arguments import check_dense
+from hcurv.arrays import takes_arrays
 from hcurv.indexing import check_count, check_seed, is_integer
 from hcurv.memory import require_bytes
 from hcurv.precision import FullPrecision
@@ -197,8 +198,12 @@ class SymmetricOperator(FullPrecision, ABC):
         """
         return float(self.diagonal().sum(dtype=torch.float64))
 
+    @takes_arrays
     def __matmul__(self, rhs: Tensor) -> Tensor:
-        """Return the product with a vector (N,) or with the columns of a matrix (N, k)."""
+        """Return the product with a vector (N,) or with the columns of a matrix (N, k).
+
+        A NumPy array gives a NumPy array, in the precision of the operator.
+        """
         self._check_vectors(rhs)
         if rhs.numel() == 0:
             return torch.zeros_like(rhs)
@@ -264,8 +269,8 @@ class SymmetricOperator(FullPrecision, ABC):
         size = self.shape[0]
         if not isinstance(rhs, Tensor):
             raise TypeError(
-                f"the right-hand side must be a torch.Tensor; got {type(rhs).__name__}"
-                " (for NumPy arrays use to_scipy())"
+                "the right-hand side must be a torch.Tensor or a NumPy array; got"
+                f" {type(rhs).__name__}"
             )
         if not rhs.is_meta:  # a wrong device is named as one, below
             check_dense(rhs, "the right-hand side")
@@ -326,8 +331,8 @@ class SymmetricOperator(FullPrecision, ABC):
         def product(rhs: np.ndarray) -> np.ndarray:
             if np.iscomplexobj(rhs):
                 return product(rhs.real) + 1j * product(rhs.imag)
-            vectors = torch.as_tensor(np.ascontiguousarray(rhs), device=self.device)
-            return (self @ vectors.to(self.dtype)).cpu().numpy()
+            found: np.ndarray = self @ rhs
+            return found
 
         return LinearOperator(
             shape=self.shape,

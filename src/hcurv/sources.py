@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Protocol, TypeGuard, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hcurv.arguments import check_dense
+from hcurv.arrays import as_tensor
 from hcurv.indexing import Index, resolve_indices
 from hcurv.operators import EntryOperator, EntrySource, SymmetricOperator
 from hcurv.source_checks import CheckedProducts, CheckedSource, check_psd_entries, compare_parts
@@ -219,7 +221,7 @@ def has_product(source: EntrySource | MatrixProduct) -> TypeGuard[ProductSource]
 
 def has_entries(matrix: object) -> TypeGuard[EntrySource | Tensor]:
     """Whether the matrix is dense or can be asked for its entries."""
-    return isinstance(matrix, Tensor | EntrySource)
+    return isinstance(matrix, Tensor | np.ndarray | EntrySource)
 
 
 def product(source: EntrySource | MatrixProduct, vectors: Tensor) -> Tensor:
@@ -253,6 +255,8 @@ def as_source(matrix: EntrySource | Tensor) -> EntrySource:
         TypeError: ``matrix`` is neither a tensor nor offers the `EntrySource` protocol.
         ValueError: it is not symmetric positive semi-definite.
     """
+    if isinstance(matrix, np.ndarray):
+        matrix = as_tensor(matrix)
     if isinstance(matrix, Tensor):
         check_dense(matrix, "the matrix")
         _check_shape(tuple(matrix.shape), matrix.dtype, "the matrix")
@@ -353,6 +357,8 @@ def as_operator(
     """
     if isinstance(matrix, SymmetricOperator):
         return matrix
+    if isinstance(matrix, np.ndarray):
+        matrix = as_tensor(matrix)
     if isinstance(matrix, Tensor):
         check_dense(matrix, name)
         _check_shape(tuple(matrix.shape), matrix.dtype, name)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hcurv.arrays import takes_arrays
 from hcurv.baselines.kronecker_chain import Identity, InverseChain
 from hcurv.baselines.kronecker_moments import ParameterMatrix, write_layers
 from hcurv.damping import Damping, DeviceLike
@@ -92,6 +93,7 @@ class KFACFactorization(Factorized):
         chain = self._chain.to(device, dtype)
         return type(self)(self._layers, chain, self._damping.to(device), self._shifts)
 
+    @takes_arrays
     def solve(self, rhs: Tensor) -> Tensor:
         """Solve for ``rhs``, (N,) or (N, k).
 

@@ -79,12 +79,12 @@ def as_linear_operator(
         torch.Size([10, 51])
     """
     operator = as_operator(matrix, "the matrix")
-    like = {"dtype": operator.dtype, "device": operator.device}
-    factor = torch.as_tensor(scale, **like)
+    dtype, device = operator.dtype, operator.device
+    factor = torch.as_tensor(scale, dtype=dtype, device=device)
     if factor.numel() != 1 or not float(factor) > 0:
         raise ValueError(f"scale must be one positive number; got {scale!r}")
     factor = factor.reshape(())
-    shift = as_damping(damping, operator.shape[0]).tensor.to(**like)
+    shift = as_damping(damping, operator.shape[0]).tensor.to(device, dtype)
     if isinstance(operator, Factorized):
         if bool((shift != 0).any()) or preconditioner is not None or options:
             raise ValueError(
@@ -94,8 +94,8 @@ def as_linear_operator(
         return InverseOperator(factor, held=_Held(operator, {}))
     near = None
     if preconditioner is not None:
-        is_matrix = isinstance(preconditioner, SymmetricOperator)
-        if not is_matrix or not isinstance(preconditioner, Factorizable):
+        is_factorizable = isinstance(preconditioner, Factorizable)
+        if not isinstance(preconditioner, SymmetricOperator) or not is_factorizable:
             raise TypeError(
                 "the preconditioner must be a matrix with factorize(damping), such as"
                 f" hcurv.compress(H); got {type(preconditioner).__name__}"
@@ -158,8 +158,8 @@ class _Held:
         """The dense block rows x cols."""
         if isinstance(self.matrix, EntrySource):
             return self.matrix.block(rows, cols)
-        like = {"dtype": self.matrix.dtype, "device": self.matrix.device}
-        units = torch.zeros(self.matrix.shape[0], cols.numel(), **like)
+        shape = (self.matrix.shape[0], cols.numel())
+        units = torch.zeros(shape, dtype=self.matrix.dtype, device=self.matrix.device)
         units[cols, torch.arange(cols.numel(), device=cols.device)] = 1.0
         return (self.matrix @ units)[rows]
 
@@ -371,7 +371,7 @@ class CurvatureOperator(_FixedMatrix):
         try:
             half = self._held.columns(noise, factors.sqrt_solve)
         except NotFactorizableError:
-            return super().zero_mean_mvn_samples(num_samples)  # type: ignore[no-any-return]
+            return super().zero_mean_mvn_samples(num_samples)
         return self._matmul(half / self._scale.sqrt()).movedim(-1, 0).contiguous()
 
     def _factors(self) -> Factorized:

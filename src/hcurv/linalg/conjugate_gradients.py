@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from hcurv.arguments import check_dense, check_number
+from hcurv.arrays import as_tensor
 from hcurv.damping import Damping, DampingLike, as_damping
 from hcurv.indexing import check_count
 from hcurv.layout import layout_of
@@ -93,7 +95,8 @@ def cg(
     Args:
         operator: A, any `SymmetricOperator` or a dense symmetric tensor (N, N). A + D must be
             positive definite.
-        rhs: b, (N,) or (N, k), of the type of the operator.
+        rhs: b, (N,) or (N, k), of the type of the operator; or a NumPy array, with which the
+            solution is one, too.
         damping: the diagonal matrix D: a number, a tensor (N,), or, where the operator has a
             ``layout``, a mapping from names of parameters or layers to numbers.
         preconditioner: an approximation of A + D that is easily inverted: a `Factorization` or
@@ -120,6 +123,10 @@ def cg(
         True
     """
     matrix = as_operator(operator)
+    if is_array := isinstance(rhs, np.ndarray):
+        rhs = as_tensor(rhs, matrix.dtype, matrix.device)
+    if isinstance(start, np.ndarray):
+        start = as_tensor(start, matrix.dtype, matrix.device)
     _check_system(matrix, rhs, tolerance)
     resolved = as_damping(damping, matrix.shape[0], layout_of(matrix))
     max_iterations = check_count(max_iterations, "max_iterations", least=0)
@@ -146,8 +153,9 @@ def cg(
     # In low precision the residual of the recursion may go on falling where the true one cannot.
     reached = residuals <= 1.01 * tolerance
     converged = bool(reached.all())
+    solution = run.solution.view_as(rhs)
     return CGResult(
-        run.solution.view_as(rhs),
+        solution.cpu().numpy() if is_array else solution,
         converged,
         run.counts,
         residuals,
@@ -296,6 +304,8 @@ def _as_function(preconditioner: Preconditioner, rhs: Tensor) -> Callable[[Tenso
     """Return a preconditioner of any kind as a function that maps (N, k) to (N, k)."""
     if preconditioner is None:
         return lambda values: values
+    if isinstance(preconditioner, np.ndarray):
+        preconditioner = as_tensor(preconditioner, rhs.dtype, rhs.device)
     if isinstance(preconditioner, Tensor):
         if preconditioner.shape != rhs.shape[:1]:
             raise ValueError(

@@ -14,9 +14,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from hcurv.arrays import as_tensor, as_tensors
 from hcurv.network.model_inputs import Inputs, is_inputs, map_inputs, num_points, tensors_of
 
 __all__ = ["Batches", "Data", "Survey", "check_dense", "convert_targets"]
@@ -47,7 +49,8 @@ class Survey:
 class Batches:
     """A uniform view of inputs, an (inputs, targets) pair, or an iterable of batches of either.
 
-    Inputs are a tensor, or a tuple or a dictionary of tensors, all with one row per point.
+    Inputs are a tensor, or a tuple or a dictionary of tensors, all with one row per point. NumPy
+    arrays are converted, those of floats to the type of the network.
 
     Args:
         data: the data as the user passed it.
@@ -62,6 +65,8 @@ class Batches:
     """
 
     def __init__(self, data: Data, dtype: torch.dtype, device: torch.device) -> None:
+        if isinstance(data, np.ndarray | Mapping | tuple | list):
+            data = as_tensors(data, dtype)
         data = _as_pair(data)
         whole = isinstance(data, Tensor | Mapping) or _is_pair(data)
         if not whole and not isinstance(data, Iterable):
@@ -79,7 +84,7 @@ class Batches:
     def __iter__(self) -> Iterator[Batch]:
         """Yield inputs and targets batch by batch, checked and moved; skip empty batches."""
         for position, item in enumerate(_numbered(self._source)):
-            inputs, targets = _split(item, position)
+            inputs, targets = _split(as_tensors(item, self._dtype), position)
             _check_inputs(inputs, targets, position, self._dtype)
             if num_points(inputs):
                 converted = None
@@ -173,7 +178,10 @@ _CHANGED = (
 
 
 def convert_targets(
-    targets: Tensor, dtype: torch.dtype, device: torch.device, where: str = "targets"
+    targets: Tensor | np.ndarray,
+    dtype: torch.dtype,
+    device: torch.device,
+    where: str = "targets",
 ) -> Tensor:
     """Move targets to a device, and convert them to one floating-point and one integer type.
 
@@ -190,6 +198,8 @@ def convert_targets(
         TypeError: the targets are complex, or not dense.
         ValueError: they are NaN, infinite, or labels beyond 2⁶³.
     """
+    if isinstance(targets, np.ndarray):
+        targets = as_tensor(targets)
     check_dense(targets, where)
     if targets.is_complex():
         raise TypeError(f"{where} must be real numbers or class labels; got {targets.dtype}")

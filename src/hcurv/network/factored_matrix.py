@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hcurv.arguments import check_dense
+from hcurv.arrays import takes_arrays
 from hcurv.damping import Damping, DampingLike, as_damping
 from hcurv.indexing import Index, Indices, resolve_blocks, resolve_indices, resolve_pairs
 from hcurv.layout import ParameterLayout
@@ -111,6 +112,7 @@ class FactoredMatrix(EntryOperator):
     def _matmat(self, rhs: Tensor) -> Tensor:
         return self._root.product(rhs, self._workspace)
 
+    @takes_arrays
     def root_product(self, rhs: Tensor) -> Tensor:
         """Multiply the tall root S = RJ of H = SᵀS by vectors.
 
@@ -133,6 +135,7 @@ class FactoredMatrix(EntryOperator):
             result = self._root.apply(columns, self._workspace)
         return result if rhs.ndim == 2 else result.squeeze(1)
 
+    @takes_arrays
     def root_transposed(self, values: Tensor) -> Tensor:
         """Multiply the transposed root Sᵀ by vectors: backward passes over all points.
 

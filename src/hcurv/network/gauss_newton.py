@@ -6,6 +6,7 @@ import copy
 from dataclasses import replace
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -359,6 +360,8 @@ class GaussNewton(FactoredMatrix):
             targets = problem.targets[self.points]
         if targets is None:
             raise ValueError("the data has no targets: pass gradient(targets)")
+        if isinstance(targets, np.ndarray):
+            targets = convert_targets(targets, self.dtype, self.device)
         if not isinstance(targets, Tensor) or targets.shape[:1] != (self.num_points,):
             given = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
             raise ValueError(f"targets must be a tensor of {self.num_points} rows; got {given}")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from hcurv.arrays import takes_arrays
 from hcurv.indexing import check_count
 from hcurv.layout import ParameterLayout
 from hcurv.losses import HalfSquaredError, Loss
@@ -187,12 +188,14 @@ class JacobianRows(FullPrecision):
                 yield RowChunk(slice(start, start + count), root)
                 first, start = first + count, start + count
 
+    @takes_arrays
     def __matmul__(self, rhs: Tensor) -> Tensor:
         """Multiply by vectors (N,) or (N, k): derivatives along directions, (n·q,) or (n·q, k)."""
         columns = self._columns(rhs, self.shape[1])
         parts = [chunk.root.apply(columns, self._workspace) for chunk in self.chunks()]
         return torch.cat(parts).view(self.shape[0], *rhs.shape[1:])
 
+    @takes_arrays
     def _transposed_product(self, values: Tensor) -> Tensor:
         columns = self._columns(values, self.shape[0])
         result = columns.new_zeros(self.shape[1], columns.shape[1])
@@ -204,7 +207,7 @@ class JacobianRows(FullPrecision):
     def _columns(self, values: Tensor, size: int) -> Tensor:
         """Vectors as a matrix; refuse those that do not fit."""
         if not isinstance(values, Tensor):
-            raise TypeError(f"a product needs a tensor; got {type(values).__name__}")
+            raise TypeError(f"a product needs a tensor or an array; got {type(values).__name__}")
         if values.ndim not in (1, 2) or values.shape[0] != size or values.dtype != self.dtype:
             raise ValueError(
                 f"vectors must have shape ({size},) or ({size}, k) and be {self.dtype};"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hcurv.arguments import check_number
+from hcurv.arrays import takes_arrays
 from hcurv.damping import Damping, DeviceLike
 from hcurv.factorized import Factorized, check_float_type
 from hcurv.hierarchical.parts.global_part import GlobalPart, GlobalUpdate, make_update
@@ -112,6 +113,7 @@ class Factorization(Factorized):
         """Whether A + D is positive definite."""
         return self.num_negative == 0
 
+    @takes_arrays
     def solve(
         self,
         rhs: Tensor,
@@ -224,6 +226,7 @@ class Factorization(Factorized):
 
         save(self, path)
 
+    @takes_arrays
     def sqrt_solve(self, rhs: Tensor) -> Tensor:
         """Return G times ``rhs``, (N,) or (N, k), where G Gᵀ = (A + D)⁻¹.
 
