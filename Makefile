@@ -8,7 +8,7 @@ TORCH ?=
 TORCH_INDEX ?=
 TORCH_VENV := .venv-torch-$(if $(TORCH),$(subst *,x,$(TORCH)),newest)
 
-.PHONY: setup demo test lint docs unit test-torch test-plans bench clean
+.PHONY: setup demo test lint docs unit package test-interop test-torch test-plans bench clean
 
 setup: .venv/installed
 
@@ -34,6 +34,27 @@ docs: setup
 
 unit: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+# Wheel and sdist, built in dist/, and what an installation without extras can do.
+package: setup
+	rm -rf dist
+	$(BIN)/python -m build --quiet --outdir dist
+	$(BIN)/python tests/check_package.py dist
+
+# What hcurv.interop does with other libraries, in an environment of its own. They are installed
+# without their dependencies: some ask for torchvision and others that these tests do not need.
+test-interop:
+	@if $(MAKE) .venv-interop/installed; then \
+	  OMP_NUM_THREADS=1 HCURV_DATA=$(DATA) .venv-interop/bin/python -m pytest -rs tests/interop; \
+	else \
+	  echo "test-interop: skipped, because the libraries could not be installed"; \
+	fi
+
+.venv-interop/installed: pyproject.toml constraints.txt tests/interop/requirements.txt
+	test -x .venv-interop/bin/python || $(PYTHON) -m venv .venv-interop
+	.venv-interop/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	.venv-interop/bin/python -m pip install --quiet --no-deps --requirement tests/interop/requirements.txt
+	touch $@
 
 # The tests under another version of torch, in an environment of its own:
 #   make test-torch TORCH='2.4.*'   the oldest that is supported
@@ -61,4 +82,4 @@ bench: setup
 	$(BIN)/python benchmarks/$(BENCH).py $(PARTS) $(if $(DATA),--data $(DATA))
 
 clean:
-	rm -rf .venv .venv-torch-* demo site
+	rm -rf .venv .venv-interop .venv-torch-* demo dist site
