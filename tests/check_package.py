@@ -130,7 +130,7 @@ def check_sdist(path: Path) -> None:
         names = {name.partition("/")[2] for name in archive.getnames()}
     missing = [name for name in SOURCES if name not in names]
     require(not missing, f"the sdist lacks {missing}")
-    odd = [name for name in names if re.match(r"(\.venv|dist|site|demo)(/|$)", name)]
+    odd = [name for name in names if re.match(r"(\.venv[^/]*|dist|site|demo)(/|$)", name)]
     require(not odd, f"the sdist holds {odd}")
 
 
