@@ -8,7 +8,7 @@ from torch import Tensor
 
 import hcurv
 from cases import CASES, Case, all_cases, all_forms, assert_close, both_dtypes
-from conformance import check_operator
+from conformance import check_factorized, check_operator
 
 
 def by_row(size: int) -> Tensor:
@@ -50,6 +50,35 @@ def test_entries_equal_the_dense_kernel(case: Case) -> None:
         expected = dense[many_rows[:, :, None], many_cols[:, None, :]]
         assert_close(kernel.blocks(many_rows, many_cols), expected, 1e3)
     assert kernel.block([], cols).shape == (0, 5)
+
+
+@all_forms
+def test_factorizations_of_the_kernel(case: Case) -> None:
+    operator = case.operator()
+    dense = dense_kernel(operator)
+    largest = float(torch.linalg.eigvalsh(dense)[-1])
+    check_factorized(operator.kernel().factorize, dense, 1e-2 * largest)
+    check_factorized(operator.kernel().factorize, dense, largest * by_row(dense.shape[0]))
+
+
+@pytest.mark.parametrize("ratio", [1e-2, 1e-5, 1e-8])
+def test_a_kernel_in_single_precision_is_factorized_in_double_where_it_must(ratio: float) -> None:
+    operator = next(iter(CASES.values())).operator(torch.float32)
+    kernel = operator.kernel()
+    # The factors of S have single precision; what is factorized is right for them.
+    dense = dense_kernel(operator.in_precision(torch.float64))
+    damping = ratio * float(torch.linalg.eigvalsh(dense)[-1])
+    rhs = dense[:, :3].float()
+    found = kernel.factorize(damping).solve(rhs)
+    damped = dense + damping * torch.eye(dense.shape[0], dtype=torch.float64)
+    expected = torch.linalg.solve(damped, rhs.double())
+    assert float((found - expected).norm() / expected.norm()) < 1e-3
+
+
+def test_a_kernel_refuses_dampings_that_are_not_positive() -> None:
+    kernel = next(iter(CASES.values())).operator().kernel()
+    with pytest.raises(ValueError, match="damping"):
+        kernel.factorize(0.0)
 
 
 @all_cases

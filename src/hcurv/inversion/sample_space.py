@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hcurv.damping import Damping, DeviceLike
+from hcurv.damping import Damping, DampingLike, DeviceLike, as_damping
 from hcurv.factorized import Factorized, NotFactorizableError, check_float_type
 from hcurv.inversion.dense import DenseFactorization, point_grams
 from hcurv.inversion.iterative import IterativeFactorization, estimate_diagonal
@@ -30,25 +30,51 @@ from hcurv.operators import RowPart
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["SampleSpaceFactorization", "dense_kernel_factorization"]
+__all__ = ["SampleSpaceFactorization", "dense_kernel_factorization", "factorize_kernel"]
 
 # `inverse_diagonal` holds this many floats of columns of S at a time.
 _COLUMN_FLOATS = 2**26
 
 
-def dense_kernel_factorization(kernel: TangentKernel) -> DenseFactorization:
-    """The Cholesky factorization of I + K."""
+# A factorization is in double precision where rounding in single changes solves by more than this.
+_ROUNDING = 1e-2
+
+
+def factorize_kernel(kernel: TangentKernel, damping: DampingLike) -> DenseFactorization:
+    """See `TangentKernel.factorize`."""
+    resolved = as_damping(damping, kernel.shape[0])
+    resolved.require_positive("the kernel may be singular")
+    with torch.no_grad():
+        least = float(resolved.diagonal(kernel.shape[0], kernel.device).min())
+        condition = float(kernel.diagonal().double().sum()) / least
+        is_rough = condition * torch.finfo(kernel.dtype).eps > _ROUNDING
+        exact = kernel.in_precision(torch.float64) if is_rough else kernel
+        return dense_kernel_factorization(exact, resolved, kernel.dtype)
+
+
+def dense_kernel_factorization(
+    kernel: TangentKernel, damping: Damping | None = None, dtype: torch.dtype | None = None
+) -> DenseFactorization:
+    """The Cholesky factorization of K + D.
+
+    Args:
+        kernel: K, in the precision to factorize in.
+        damping: D; the identity by default.
+        dtype: type of right-hand sides and solutions, that of K by default.
+    """
     size = kernel.shape[0]
     rows = torch.arange(size, device=kernel.device)
-    one = Damping(torch.ones((), dtype=torch.float64))
+    if damping is None:
+        damping = Damping(torch.ones((), dtype=torch.float64))
     require_bytes(
         2 * size**2 * kernel.dtype.itemsize,
         kernel.device,
         f"a dense factorization of a kernel of {size} x {size} entries",
-        ("use fewer points", 'use method="iterations"'),
+        ("use fewer points", "compress it: hcurv.compress(K, damping=λ).factorize(λ)"),
     )
     lower = torch.zeros(size, size, dtype=kernel.dtype, device=kernel.device)
-    return DenseFactorization.of(kernel.fill(lower, lower=True), rows, one, size, kernel.dtype)
+    block = kernel.fill(lower, lower=True)
+    return DenseFactorization.of(block, rows, damping, size, dtype or kernel.dtype)
 
 
 class SampleSpaceFactorization(Factorized):

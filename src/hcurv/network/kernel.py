@@ -12,7 +12,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from hcurv.damping import Damping
+from hcurv.damping import Damping, DampingLike
+from hcurv.factorized import Factorized
 from hcurv.indexing import Index, resolve_blocks, resolve_indices
 from hcurv.memory import require_bytes
 from hcurv.network.point_order import similarity_order
@@ -102,6 +103,37 @@ class TangentKernel(SymmetricOperator):
         scale = self._damping.diagonal(back.shape[0], back.device).to(back.dtype)
         back /= scale[:, None]
         return self._root.apply(back, self._workspace)
+
+    def in_precision(self, dtype: torch.dtype) -> TangentKernel:
+        """The same kernel from factors that are converted to another precision.
+
+        Examples:
+            >>> H.kernel().in_precision(torch.float32).dtype
+            torch.float32
+        """
+        return TangentKernel(self._root.to(dtype), self._damping, self._workspace)
+
+    def factorize(self, damping: DampingLike) -> Factorized:
+        """Invert K + D by a dense Cholesky factorization, if there is memory for it.
+
+        The precision is double where single would not do. Larger kernels can be compressed.
+
+        Args:
+            damping: added to the diagonal: a positive number, or n·q of them.
+
+        Raises:
+            InsufficientMemoryError: 2·(n·q)² floats do not fit.
+
+        Examples:
+            >>> K = H.kernel()
+            >>> rhs = torch.ones(60, dtype=torch.float64)
+            >>> x = K.factorize(0.1).solve(rhs)
+            >>> torch.allclose(K @ x + 0.1 * x, rhs)
+            True
+        """
+        from hcurv.inversion.sample_space import factorize_kernel
+
+        return factorize_kernel(self, damping)
 
     def diagonal(self) -> Tensor:
         """The n·q diagonal entries.
