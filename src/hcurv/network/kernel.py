@@ -111,6 +111,8 @@ class TangentKernel(SymmetricOperator):
             >>> H.kernel().in_precision(torch.float32).dtype
             torch.float32
         """
+        if dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"dtype must be torch.float32 or torch.float64; got {dtype}")
         return TangentKernel(self._root.to(dtype), self._damping, self._workspace)
 
     def factorize(self, damping: DampingLike) -> Factorized:
