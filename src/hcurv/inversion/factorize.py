@@ -120,6 +120,7 @@ class _Inversion:
     def run(self, method: str) -> Factorized:
         """Choose, and factorize."""
         chosen, ways, spectrum = self._choose() if method == "auto" else self._forced(method)
+        self._require(chosen)
         result = self._go(chosen, ways)
         result.plan = InversionPlan(
             chosen, tuple(ways), self._matrix.shape[0], self._matrix.num_root_rows, spectrum
@@ -173,14 +174,17 @@ class _Inversion:
             if method != "iterations" or chosen.size <= self._sketch.width:
                 break
             self._sketch.grow(2 * self._sketch.width)
+        return chosen, ways, spectrum
+
+    def _require(self, chosen: Way) -> None:
+        """Refuse a way for which there is no memory."""
         require_bytes(
             chosen.nbytes,
             self._matrix.device,
-            f'factorizing with method="{method}" (N = {self._matrix.shape[0]},'
+            f'factorizing with method="{chosen.name}" (N = {self._matrix.shape[0]},'
             f" n·q = {self._matrix.num_root_rows})",
             ('use method="iterations", which takes hardly any memory', "use fewer points"),
         )
-        return chosen, ways, spectrum
 
     def _go(self, way: Way, ways: list[Way]) -> Factorized:
         dtype = self._matrix.dtype

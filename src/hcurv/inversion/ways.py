@@ -219,8 +219,11 @@ class CostModel:
         share = points / self._matrix.num_points
         one = self._iteration() + self._triangular(rows) + share * NUM_COLUMNS * self._column
         seconds = _SCORE_COLUMNS * self._column + self._kernel(rows) + count * one
-        floats = 2 * rows**2 + 6 * NUM_COLUMNS * self._matrix.shape[0]
-        return self._way("subset", seconds, floats, self._tolerance, points, entries=share)
+        # Points are drawn with replacement, and each of them is stored once.
+        kept = 1 - math.exp(-share)
+        floats = 2 * (kept * self._matrix.num_root_rows) ** 2 + kept * self._matrix.num_stored
+        floats += 6 * NUM_COLUMNS * self._matrix.shape[0]
+        return self._way("subset", seconds, floats, self._tolerance, points, entries=kept)
 
     def compressed(self, spectrum: Spectrum) -> Way:
         """Conjugate gradients, preconditioned by a hierarchical matrix."""

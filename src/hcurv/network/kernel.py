@@ -156,8 +156,9 @@ class TangentKernel(SymmetricOperator):
             True
         """
         size = self.shape[0]
+        tile = min(self._root.num_points, self._parts.tile_points) * self._num_rows
         require_bytes(
-            size**2 * self.dtype.itemsize + self._workspace,
+            (size**2 + 3 * tile**2) * self.dtype.itemsize,
             self.device,
             f"a dense kernel of {size} x {size} entries",
             ("use fewer points", "use products with the kernel instead"),

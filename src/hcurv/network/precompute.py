@@ -39,6 +39,10 @@ __all__ = [
 ]
 
 
+# Most points propagated at a time, unless the workspace allows fewer.
+MAX_BATCH = 512
+
+
 @dataclass(frozen=True)
 class FactorPlan:
     """What the precomputation will store, decided before anything is allocated.
@@ -79,7 +83,12 @@ class FactorPlan:
     def batch_size(self, workspace: int, most: int) -> int:
         """The number of points whose temporaries fit into the workspace."""
         fitting = workspace // (self.working_floats * self.network.dtype.itemsize)
-        return max(1, min(fitting, most))
+        return max(1, min(fitting, most, self.num_points))
+
+    def working_bytes(self, workspace: int, most: int, *, linear: bool = False) -> int:
+        """Bytes of temporary memory of one batch; if ``linear``, of forward passes alone."""
+        floats = self.working_floats - (self.jacobian.working_floats if linear else 0)
+        return self.batch_size(workspace, most) * floats * self.network.dtype.itemsize
 
 
 def plan_factors(network: Network, num_points: int, num_rows: int, diagonal: bool) -> FactorPlan:
@@ -146,7 +155,7 @@ def compute_factors(
     problem: Problem,
     workspace: int,
     progress: Callable[[int], object] | None = None,
-    max_batch: int = 512,
+    max_batch: int = MAX_BATCH,
 ) -> LayerFactors:
     """Run the precomputation of the paper's Theorem 3.1 over all batches.
 
@@ -162,7 +171,7 @@ def compute_factors(
     """
     plan = _plan(problem)
     network = plan.network
-    _require(problem, plan.num_floats, workspace)
+    _require(problem, plan.num_floats, plan.working_bytes(workspace, max_batch))
     layer_inputs = network.layers[-1].weight.new_empty(plan.num_inputs, plan.num_points)
     jacobian = plan.jacobian.reserve()
     for batch, root in _passes(problem, plan.batch_size(workspace, max_batch), progress):
@@ -175,7 +184,7 @@ def compute_linearisation(
     problem: Problem,
     workspace: int,
     progress: Callable[[int], object] | None = None,
-    max_batch: int = 512,
+    max_batch: int = MAX_BATCH,
 ) -> Linearisation:
     """Run forward passes over all batches, and keep inputs, slopes and the roots of the loss.
 
@@ -191,7 +200,8 @@ def compute_linearisation(
     """
     plan = _plan(problem)
     network, first = plan.network, plan.network.first_trainable
-    _require(problem, plan.num_linear_floats, workspace)
+    working = plan.working_bytes(workspace, max_batch, linear=True)
+    _require(problem, plan.num_linear_floats, working)
     empty = network.layers[-1].weight.new_empty
     layer_inputs = empty(plan.num_inputs, plan.num_points)
     slopes = [
@@ -226,7 +236,7 @@ def _check_derivatives(network: Network, batch: ForwardPass, root: Tensor) -> No
 
 
 def make_factors(
-    linearisation: Linearisation, workspace: int, max_batch: int = 512
+    linearisation: Linearisation, workspace: int, max_batch: int = MAX_BATCH
 ) -> LayerFactors:
     """The factors C_i of a linearised network; they share its inputs.
 
@@ -242,12 +252,13 @@ def make_factors(
     plan = plan_of_factors(linearisation)
     num_floats = plan.num_floats - linearisation.inputs.numel()
     itemsize = linearisation.dtype.itemsize
+    working = plan.working_bytes(workspace, max_batch)
     require_bytes(
-        num_floats * itemsize + workspace,
+        num_floats * itemsize + working,
         linearisation.device,
         f"the factors that entries are made of, for {plan.num_points} points and"
-        f" {linearisation.num_parameters} parameters (their workspace of"
-        f" {format_bytes(workspace)} included)",
+        f" {linearisation.num_parameters} parameters ({format_bytes(working)} of temporary memory"
+        " included)",
         ("use products alone, which do not need them", *_WAYS_OUT),
     )
     jacobian = plan.jacobian.reserve()
@@ -277,12 +288,12 @@ def _plan(problem: Problem) -> FactorPlan:
     return plan_factors(network, problem.num_points, root.shape[1], diagonal=root.ndim == 2)
 
 
-def _require(problem: Problem, num_floats: int, workspace: int) -> None:
+def _require(problem: Problem, num_floats: int, working: int) -> None:
     require_bytes(
-        num_floats * problem.dtype.itemsize + workspace,
+        num_floats * problem.dtype.itemsize + working,
         problem.device,
         f"the precomputation for {problem.num_points} points and {problem.layout.size}"
-        f" parameters (its workspace of {format_bytes(workspace)} included)",
+        f" parameters ({format_bytes(working)} of temporary memory included)",
         _WAYS_OUT,
     )
 
