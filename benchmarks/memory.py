@@ -90,7 +90,10 @@ def measure(prepare: Callable[[], Callable[[], object]]) -> dict[str, float]:
             with recorded(before) as asked, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 result = call()
-            found = {"measured": highest() - before, "predicted": max(asked, default=0)}
+            found: dict[str, Any] = {
+                "measured": highest() - before,
+                "predicted": max(asked, default=0),
+            }
             del result
         except Exception as error:
             found = {"error": f"{type(error).__name__}: {error}"}
@@ -127,13 +130,13 @@ def warm_up() -> None:
     for model, shape in ((_chain(4, 3, 2), (4,)), (_convolutions(1, 4), (1, 4, 4))):
         inputs = torch.randn(12, *shape)
         targets = torch.randint(0, 2, (12,))
-        parts: Any = (model, nn.CrossEntropyLoss(), (inputs, targets))
-        H = hcurv.GaussNewton(*parts)
+        loss, data = nn.CrossEntropyLoss(), (inputs, targets)
+        H = hcurv.GaussNewton(model, loss, data)
         for method in ("parameters", "samples", "iterations", "subset"):
-            H.factorize(0.1, method=method).solve(H.diagonal())  # type: ignore[arg-type]
+            H.factorize(0.1, method=method).solve(H.diagonal())
         H.kernel().to_dense()
-        hcurv.laplace(*parts).predict(inputs)
-        hcurv.influence(*parts, 0.1, check_damping=False).scores((inputs, targets))
+        hcurv.laplace(model, loss, data).predict(inputs)
+        hcurv.influence(model, loss, data, 0.1, check_damping=False).scores(data)
     hcurv.compress(_dense(100, torch.float32), leaf_size=10, global_rank=0).factorize(0.1)
 
 
@@ -243,7 +246,7 @@ def _laplace_call(maker: Maker) -> Callable[[], object]:
 
 def _influence_call(maker: Maker) -> Callable[[], object]:
     parts = maker()
-    return lambda: hcurv.influence(*parts, 0.1, check_damping=False).scores(
+    return lambda: hcurv.influence(*parts, damping=0.1, check_damping=False).scores(
         (parts[2][0][:50], parts[2][1][:50])
     )
 
