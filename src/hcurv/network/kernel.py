@@ -163,7 +163,14 @@ class TangentKernel(SymmetricOperator):
             f"a dense kernel of {size} x {size} entries",
             ("use fewer points", "use products with the kernel instead"),
         )
-        return self.fill(torch.empty(size, size, dtype=self.dtype, device=self.device))
+        found = self.fill(torch.empty(size, size, dtype=self.dtype, device=self.device))
+        # No entry is larger than the largest one of the diagonal.
+        if not bool(torch.isfinite(found.diagonal()).all()):
+            raise ValueError(
+                f"entries of the kernel overflow {self.dtype}: the damping that it divides by is too"
+                " small for this matrix (use float64 or a larger damping)"
+            )
+        return found
 
     def fill(self, result: Tensor, *, lower: bool = False) -> Tensor:
         """Write the kernel to ``result``, (n·q, n·q), in its precision, and return it.
