@@ -167,7 +167,7 @@ class TangentKernel(SymmetricOperator):
         # No entry is larger than the largest one of the diagonal.
         if not bool(torch.isfinite(found.diagonal()).all()):
             raise ValueError(
-                f"entries of the kernel overflow {self.dtype}: the damping that it divides by is too"
+                f"entries of the kernel overflow {self.dtype}: the damping it divides by is too"
                 " small for this matrix (use float64 or a larger damping)"
             )
         return found
