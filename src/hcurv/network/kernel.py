@@ -19,6 +19,7 @@ from hcurv.memory import require_bytes
 from hcurv.network.point_order import similarity_order
 from hcurv.network.root import KernelParts, Root
 from hcurv.operators import SymmetricOperator
+from hcurv.ranks import OneRank
 
 __all__ = ["TangentKernel"]
 
@@ -77,6 +78,16 @@ class TangentKernel(SymmetricOperator):
     def device(self) -> torch.device:
         """Where the entries are computed."""
         return self._root.device
+
+    @property
+    def ranks(self) -> OneRank:
+        """The processes that have the points.
+
+        Examples:
+            >>> H.kernel().ranks.size
+            1
+        """
+        return self._root.ranks
 
     @property
     def num_stored(self) -> int:
@@ -157,12 +168,13 @@ class TangentKernel(SymmetricOperator):
         """
         size = self.shape[0]
         tile = min(self._root.num_points, self._parts.tile_points) * self._num_rows
-        require_bytes(
-            (size**2 + 3 * tile**2) * self.dtype.itemsize,
-            self.device,
-            f"a dense kernel of {size} x {size} entries",
-            ("use fewer points", "use products with the kernel instead"),
-        )
+        with self._root.ranks.agreed():
+            require_bytes(
+                (size**2 + 3 * tile**2) * self.dtype.itemsize,
+                self.device,
+                f"a dense kernel of {size} x {size} entries",
+                ("use fewer points", "use products with the kernel instead"),
+            )
         found = self.fill(torch.empty(size, size, dtype=self.dtype, device=self.device))
         # No entry is larger than the largest one of the diagonal.
         if not bool(torch.isfinite(found.diagonal()).all()):
@@ -216,12 +228,13 @@ class TangentKernel(SymmetricOperator):
         """
         row_index = resolve_indices(rows, self.shape[0], self.device, "rows")
         col_index = resolve_indices(cols, self.shape[0], self.device, "cols")
-        require_bytes(
-            row_index.numel() * col_index.numel() * self.dtype.itemsize + self._workspace,
-            self.device,
-            f"a dense block of {row_index.numel()} x {col_index.numel()} entries",
-            ("ask for fewer rows or columns at a time",),
-        )
+        with self._root.ranks.agreed():
+            require_bytes(
+                row_index.numel() * col_index.numel() * self.dtype.itemsize + self._workspace,
+                self.device,
+                f"a dense block of {row_index.numel()} x {col_index.numel()} entries",
+                ("ask for fewer rows or columns at a time",),
+            )
         if row_index.numel() == 0 or col_index.numel() == 0:
             return torch.zeros(
                 row_index.numel(), col_index.numel(), dtype=self.dtype, device=self.device

@@ -9,8 +9,8 @@ and `make_factors` makes the C_i^ℓ from them when entries are first asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,9 +30,13 @@ from hcurv.network.trainable_layers import TrainableLayer, number_layers
 
 __all__ = [
     "FactorPlan",
+    "chain_inputs",
     "compute_factors",
     "compute_linearisation",
+    "forward_passes",
+    "linearise",
     "make_factors",
+    "plan_chain",
     "plan_factors",
     "plan_of_factors",
     "read_chain",
@@ -145,7 +149,7 @@ def read_chain(
     Raises:
         InsufficientMemoryError: there is no memory for it; nothing was allocated.
     """
-    plan = _plan(problem)
+    plan = plan_chain(problem)
     if plan.linearised:
         return compute_linearisation(problem, workspace, progress)
     return compute_factors(problem, workspace, progress)
@@ -169,12 +173,13 @@ def compute_factors(
     Raises:
         InsufficientMemoryError: the factors do not fit into free memory; nothing was allocated.
     """
-    plan = _plan(problem)
+    plan = plan_chain(problem)
     network = plan.network
     _require(problem, plan.num_floats, plan.working_bytes(workspace, max_batch))
     layer_inputs = network.layers[-1].weight.new_empty(plan.num_inputs, plan.num_points)
     jacobian = plan.jacobian.reserve()
-    for batch, root in _passes(problem, plan.batch_size(workspace, max_batch), progress):
+    size = plan.batch_size(workspace, max_batch)
+    for batch, root in forward_passes(problem, chain_inputs(problem), size, progress):
         _store_inputs(plan.layers, layer_inputs, batch)
         plan.jacobian.fill(jacobian, batch.points, root, batch.slopes)
     return LayerFactors(plan.layers, layer_inputs, jacobian, network.layout)
@@ -198,10 +203,27 @@ def compute_linearisation(
         InsufficientMemoryError: there is no memory for them; nothing was allocated.
         ValueError: the derivatives of the network overflow.
     """
-    plan = _plan(problem)
-    network, first = plan.network, plan.network.first_trainable
+    plan = plan_chain(problem)
     working = plan.working_bytes(workspace, max_batch, linear=True)
     _require(problem, plan.num_linear_floats, working)
+    size = plan.batch_size(workspace, max_batch)
+    return linearise(plan, forward_passes(problem, chain_inputs(problem), size, progress))
+
+
+def linearise(
+    plan: FactorPlan, passes: Iterable[tuple[ForwardPass, Tensor]], *, checked: bool = False
+) -> Linearisation:
+    """Keep the inputs, slopes and roots of the loss of some forward passes.
+
+    Args:
+        plan: the plan for as many points as the passes have.
+        passes: forward passes over consecutive points, and R_i at the same points.
+        checked: whether derivatives are known not to overflow.
+
+    Raises:
+        ValueError: the derivatives of the network overflow.
+    """
+    network, first = plan.network, plan.network.first_trainable
     empty = network.layers[-1].weight.new_empty
     layer_inputs = empty(plan.num_inputs, plan.num_points)
     slopes = [
@@ -209,7 +231,7 @@ def compute_linearisation(
         for layer in network.layers[first:-1]
     ]
     stored_root = empty(*plan.root_shape, plan.num_points)
-    for batch, root in _passes(problem, plan.batch_size(workspace, max_batch), progress):
+    for batch, root in passes:
         _store_inputs(plan.layers, layer_inputs, batch)
         for target, values in zip(slopes, batch.slopes[first:-1], strict=True):
             if target is not None and values is not None:
@@ -218,7 +240,8 @@ def compute_linearisation(
         if last is not None:
             root = root * (last if root.ndim == 2 else last[:, None])
         stored_root[..., batch.points] = without_tiny(root).permute(*range(root.ndim)[::-1])
-        _check_derivatives(network, batch, root)
+        if not checked:
+            _check_derivatives(network, batch, root)
     return Linearisation(network, layer_inputs, (*slopes, None), stored_root)
 
 
@@ -277,14 +300,14 @@ def plan_of_factors(linearisation: Linearisation) -> FactorPlan:
     )
 
 
-def _plan(problem: Problem) -> FactorPlan:
+def plan_chain(problem: Problem) -> FactorPlan:
     """Find the shape of R_i from the first point, and plan."""
-    network = problem.network
+    network, one = problem.network, problem.first_points(1)
     assert network is not None
-    first = problem.survey.first_inputs
+    first = one.survey.first_inputs
     assert isinstance(first, Tensor)
-    sample = forward_pass(network, first[:1], 0)
-    root = problem.loss_root(sample.outputs, sample.points)
+    sample = forward_pass(network, first, 0)
+    root = one.loss_root(sample.outputs, sample.points)
     return plan_factors(network, problem.num_points, root.shape[1], diagonal=root.ndim == 2)
 
 
@@ -298,24 +321,44 @@ def _require(problem: Problem, num_floats: int, working: int) -> None:
     )
 
 
-def _passes(
-    problem: Problem, batch_size: int, progress: Callable[[int], object] | None
-) -> Iterator[tuple[ForwardPass, Tensor]]:
-    """Forward passes over all of the data, and R_i at the same points."""
-    assert problem.network is not None
-    start = 0
+def chain_inputs(problem: Problem) -> Iterator[Tensor]:
+    """The inputs of all batches of a chain's data."""
     for inputs in problem.inputs():
         assert isinstance(inputs, Tensor)
+        yield inputs
+
+
+def forward_passes(
+    problem: Problem,
+    batches: Iterable[Tensor],
+    batch_size: int,
+    progress: Callable[[int], object] | None = None,
+    start: int = 0,
+    *,
+    verified: bool = False,
+) -> Iterator[tuple[ForwardPass, Tensor]]:
+    """Forward passes over consecutive points from ``start`` on, and R_i at the same points.
+
+    The points of a pass are numbered from the first of these. Each of them is compared with the
+    model, unless that was done before (``verified``).
+    """
+    assert problem.network is not None
+    own = 0
+    for inputs in batches:
         for some in inputs.split(batch_size):
-            batch = forward_pass(problem.network, some, start)
-            verify(problem, some, batch)
-            yield batch, problem.loss_root(batch.outputs, batch.points)
-            start = batch.points.stop
+            stop = own + some.shape[0]
+            batch = forward_pass(problem.network, some, start + own)
+            if not verified:
+                verify(problem, some, batch)
+            root = problem.loss_root(batch.outputs, batch.points)
+            yield replace(batch, points=slice(own, stop)), root
+            own = stop
             if progress is not None:
                 progress(some.shape[0])
 
 
 _WAYS_OUT = (
+    'pass factors="recompute", which stores nothing',
     "use fewer data points (the memory grows in proportion)",
     "convert the model and the data to float32, if they are float64",
     "freeze layers that need not be part of the matrix with requires_grad_(False)",
