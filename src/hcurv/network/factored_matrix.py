@@ -275,7 +275,7 @@ class FactoredMatrix(EntryOperator):
             return self._root.blocks(row_index, col_index, self._workspace)
 
     def partial_product(self, rhs: Tensor) -> Tensor:
-        """The term of this rank's points, times (N, k); the terms of all ranks add up to H.
+        """The term of this rank's points, times (N,) or (N, k); all ranks' terms add up to H @ rhs.
 
         All ranks call it with the same vectors.
 
@@ -283,8 +283,10 @@ class FactoredMatrix(EntryOperator):
             >>> torch.allclose(H.partial_product(b[:, None]), H @ b[:, None])  # there is one rank
             True
         """
+        self._check_vectors(rhs)
+        columns = rhs if rhs.ndim == 2 else rhs[:, None]
         with torch.no_grad():
-            return self._root.partial_product(rhs, self._workspace)
+            return self._root.partial_product(columns, self._workspace).view(rhs.shape)
 
     def partial_blocks(self, rows: Tensor, cols: Tensor) -> Tensor:
         """Many blocks of the term of this rank's points: (B, m), (B, k) → (B, m, k).
