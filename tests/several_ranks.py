@@ -23,7 +23,7 @@ import torch
 __all__ = ["Outcome", "run_ranks"]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["hcurv", "torch.distributed", "safetensors.torch", "cases"])
+_CONTEXT.set_forkserver_preload(["hcurv", "torch.distributed", "pytest", "safetensors.torch"])
 
 
 @dataclass

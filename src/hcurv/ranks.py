@@ -309,7 +309,7 @@ class Ranks(OneRank):
 def ranks_of(process_group: ProcessGroup | None) -> OneRank:
     """The ranks of a process group; `OneRank` if it is None or has one process.
 
-    Without ``torchrun``, ``torch.distributed.group.WORLD`` is None. So it can be passed in any case.
+    Without ``torchrun``, ``torch.distributed.group.WORLD`` is None, so it can always be passed.
 
     Args:
         process_group: a group of `torch.distributed`, or None.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from several_ranks import die, run_ranks, values_of
 from torch import distributed
 
 from hcurv.memory import InsufficientMemoryError
 from hcurv.ranks import OneRank, RanksError, ranks_of
+from several_ranks import die, run_ranks, values_of
 
 
 def _collectives() -> dict[str, object]:
@@ -107,5 +107,5 @@ def test_without_a_group_there_is_one_rank():
     assert ranks.scatter_sum(tensor, [2]) is tensor
     with pytest.raises(ValueError, match="own"), ranks.agreed():
         raise ValueError("own")
-    with pytest.raises(TypeError, match="must be a torch.distributed.ProcessGroup"):
+    with pytest.raises(TypeError, match="must be a torch"):
         ranks_of("gloo")
