@@ -9,17 +9,21 @@ from torch import Tensor
 
 from hcurv.indexing import Index, resolve_indices
 from hcurv.operators import EntryOperator, EntrySource, SymmetricOperator
+from hcurv.ranks import OneRank
 
 __all__ = [
     "DenseMatrix",
     "MatrixProduct",
     "ProductSource",
     "RootedSource",
+    "SharedBlocks",
+    "SharedProduct",
     "as_operator",
     "as_source",
     "blocks",
     "has_product",
     "product",
+    "ranks_behind",
     "structural_orders",
 ]
 
@@ -155,6 +159,32 @@ class RootedSource(ProductSource, Protocol):
 
     def root_transposed(self, rhs: Tensor, /) -> Tensor:
         """Return Sᵀ times (rows of S, k)."""
+
+
+@runtime_checkable
+class SharedProduct(Protocol):
+    """A matrix that is a sum of one term on each rank, and can be multiplied by its own term."""
+
+    def partial_product(self, rhs: Tensor, /) -> Tensor:
+        """Return the term of this rank times (N, k)."""
+
+
+@runtime_checkable
+class SharedBlocks(Protocol):
+    """A matrix that is a sum of one term on each rank, and knows the blocks of its own term."""
+
+    def partial_blocks(self, rows: Tensor, cols: Tensor) -> Tensor:
+        """Return many blocks of the term of this rank: (B, m), (B, k) → (B, m, k)."""
+
+
+def ranks_behind(source: object) -> OneRank:
+    """Return the ranks that a source is spread over, which are in its attribute ``ranks``.
+
+    All of them have to ask such a source for the same things in the same order. Of any other
+    source, every process has its own.
+    """
+    found = getattr(source, "ranks", None)
+    return found if isinstance(found, OneRank) else OneRank()
 
 
 @runtime_checkable

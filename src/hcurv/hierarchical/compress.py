@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import closing
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from hcurv.hierarchical.building.construct import (
     Construction,
     HSSStructure,
     MatrixStructure,
+    SharedStructure,
     construct,
 )
 from hcurv.hierarchical.building.damped_error import (
@@ -26,13 +27,18 @@ from hcurv.hierarchical.building.damped_error import (
 )
 from hcurv.hierarchical.building.phases import Phases
 from hcurv.hierarchical.building.sampler import FIRST_RANK, num_columns_for
+from hcurv.hierarchical.building.shared_rest import OwnEntries, SharedRest
 from hcurv.hierarchical.building.shortfall import CompressionWarning, warn_of_shortfall
 from hcurv.hierarchical.building.sketch import RandomProducts
 from hcurv.hierarchical.building.storage_fit import fit_storage, max_floats
+from hcurv.hierarchical.matrix.distributed import padded
 from hcurv.hierarchical.matrix.hmatrix import HMatrix
 from hcurv.hierarchical.near_field.matrix import NearFieldStructure
 from hcurv.hierarchical.options import FINEST, Options, check_options
-from hcurv.hierarchical.parts.global_part import Remainder
+from hcurv.hierarchical.parts.global_part import GlobalPart, Remainder
+from hcurv.hierarchical.parts.node_share import NodeShare
+from hcurv.hierarchical.parts.row_share import RowShare
+from hcurv.hierarchical.parts.shared_part import SharedPart
 from hcurv.hierarchical.planning.ordering import choose_tree, default_leaf_size
 from hcurv.hierarchical.planning.planner import prepare
 from hcurv.hierarchical.planning.sampled_matrix import DEFAULT_WORKSPACE
@@ -40,7 +46,11 @@ from hcurv.hierarchical.tree.cluster_tree import Distance, cluster, depth_for
 from hcurv.layout import layout_of
 from hcurv.memory import require_bytes
 from hcurv.operators import EntrySource
-from hcurv.sources import as_source, structural_orders
+from hcurv.ranks import OneRank, ranks_of
+from hcurv.sources import as_source, ranks_behind, structural_orders
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["CompressionWarning", "compress"]
 
@@ -68,6 +78,7 @@ def compress(
     workspace: int = DEFAULT_WORKSPACE,
     seed: int = 0,
     progress: bool = False,
+    process_group: ProcessGroup | None = None,
 ) -> HMatrix:
     """Compress a symmetric positive semi-definite matrix into a hierarchical one.
 
@@ -106,6 +117,10 @@ def compress(
             be considered for very large matrices.
         seed: seed of everything random. The result is a function of source, arguments and seed.
         progress: show on stderr what is being done, in planning and building, and for how long.
+        process_group: a group of `torch.distributed`, whose ranks share the matrix, the work and the
+            memory: the result is a `DistributedHMatrix`. It is not needed for a source that is itself
+            spread over ranks. Any other source is one that every rank has to itself. All ranks
+            have to pass the same arguments. ``workspace`` is then that of each rank.
 
     Returns:
         The compressed matrix; ``estimated_error`` is its relative error, estimated on random
@@ -149,18 +164,26 @@ def compress(
         progress=progress,
         workspace=workspace,
     )
-    with torch.no_grad(), closing(Phases(progress)) as phases:
+    ranks = ranks_behind(source)
+    if ranks.size == 1:
+        ranks = ranks_of(process_group)
+    ranks.same(**vars(options))
+    with torch.no_grad(), closing(Phases(progress and ranks.first)) as phases:
         matrix = as_source(source)
-        built = _compress(matrix, options.for_source(matrix), phases)
-    warn_of_shortfall(built, options.max_storage is not None)
+        built = _compress(matrix, options.for_source(matrix, ranks), phases, ranks)
+    if ranks.first:
+        warn_of_shortfall(built, options.max_storage is not None)
     return built.matrix.with_layout(layout_of(matrix))
 
 
-def _compress(source: EntrySource, options: Options, phases: Phases) -> Construction:
+def _compress(
+    source: EntrySource, options: Options, phases: Phases, ranks: OneRank
+) -> Construction:
     """Plan, and build until the result is as small or as accurate as is asked for."""
     diagonal = source.diagonal()
     num_rows = int((diagonal > 0).sum())
-    _require_memory(source, num_rows, options)
+    with ranks.agreed():
+        _require_memory(source, num_rows, options, ranks)
     allowed = None
     if options.max_storage is not None:
         # Beside a global part, a matrix for solving stores at least the diagonal of the rest.
@@ -173,9 +196,9 @@ def _compress(source: EntrySource, options: Options, phases: Phases) -> Construc
             2 ** depth_for(num_rows, 1) if with_diagonal else 0,
         )
     if options.damping is not None:
-        built = _build_damped(source, diagonal, options, allowed, phases)
+        built = _build_damped(source, diagonal, options, allowed, phases, ranks)
     else:
-        built = _Builds(source, diagonal, options, allowed, phases).first()
+        built = _Builds(source, diagonal, options, allowed, phases, ranks).first()
     stored, error = built.matrix.compression_rate, built.matrix.estimated_error
     phases.describe(f"compressed to {stored:.2%} of N², estimated error {error:.1e}")
     return built
@@ -187,6 +210,7 @@ def _build_damped(
     options: Options,
     allowed: int | None,
     phases: Phases,
+    ranks: OneRank,
 ) -> Construction:
     """Build until (A + λI)⁻¹ is as accurate as is asked for, and A + λI positive definite."""
     damping, wanted = options.damping, options.tolerance
@@ -206,7 +230,7 @@ def _build_damped(
         if builds is None or not builds.start.tree.has_clusters:
             # A global part with a diagonal has to be planned anew to become more accurate.
             own = replace(options, tolerance=tolerance, damped_tolerance=wanted or None)
-            builds = _Builds(source, diagonal, own, allowed, phases)
+            builds = _Builds(source, diagonal, own, allowed, phases, ranks)
             built = builds.first()
         else:
             built = builds.build(tolerance)
@@ -232,6 +256,7 @@ class _Builds:
         options: what is asked for, with a tolerance in the Frobenius norm.
         allowed: number of floats that are allowed, or None.
         phases: where to count the time.
+        ranks: the ranks that share the matrix.
 
     Attributes:
         start: what was planned.
@@ -244,28 +269,27 @@ class _Builds:
         options: Options,
         allowed: int | None,
         phases: Phases,
+        ranks: OneRank,
     ) -> None:
         assert options.tolerance is not None
         self._least, self._allowed, self._phases = options.tolerance, allowed, phases
         with phases.timed("planning"):
-            self.start = _plan(source, diagonal, options, allowed, phases)
-        part = self.start.global_part
-        self._rest = source if part is None else Remainder(source, part, diagonal)
+            self.start = _plan(source, diagonal, options, allowed, phases, ranks)
+        self._rest = _rest_of(source, self.start, diagonal)
+        nodes = None
+        structure: MatrixStructure = HSSStructure()
+        if isinstance(self._rest, SharedRest):
+            nodes = NodeShare.of_tree(self._rest.share, self.start.tree)
+            structure = SharedStructure(nodes)
+        elif options.near_budget:
+            structure = NearFieldStructure(options.near_budget, options.distance, options.seed)
         self._products = None
         if options.method == "sketch":
             is_only = allowed is None and options.damping is None
             with phases.timed("samples"):
-                self._products = RandomProducts(
-                    self._rest,
-                    self.start.tree.permutation,
-                    options.seed + 2,
-                    self.start.sketch,
-                    self.start.held_out,
-                    0 if is_only else _KEPT_FLOATS,
+                self._products = _products_for(
+                    self._rest, self.start, nodes, options.seed + 2, 0 if is_only else _KEPT_FLOATS
                 )
-        structure: MatrixStructure = HSSStructure()
-        if options.near_budget:
-            structure = NearFieldStructure(options.near_budget, options.distance, options.seed)
         self._settings = BuildSettings(
             structure,
             options.max_rank,
@@ -273,6 +297,7 @@ class _Builds:
             options.damping,
             options.damped_tolerance,
             options.seed,
+            nodes,
         )
 
     def build(self, tolerance: float) -> Construction:
@@ -290,12 +315,40 @@ class _Builds:
         return fit_storage(built, self._allowed, self._least, self.build)
 
 
+def _rest_of(source: EntrySource, start: BuildStart, diagonal: Tensor) -> EntrySource:
+    """What the global part leaves of the matrix, as a source."""
+    part, rows = start.global_part, start.rows
+    if rows is not None and rows.is_split:
+        assert not isinstance(part, GlobalPart)
+        return SharedRest(source, rows, part, diagonal)
+    assert not isinstance(part, SharedPart)
+    return source if part is None else Remainder(source, part, diagonal)
+
+
+def _products_for(
+    rest: EntrySource, start: BuildStart, nodes: NodeShare | None, seed: int, max_kept: int
+) -> RandomProducts:
+    """The random products that a tree is built from: own rows, if ranks share the tree."""
+    sketch, held_out, share = start.sketch, start.held_out, RowShare(start.tree.permutation)
+    if isinstance(rest, SharedRest) and nodes is not None:
+        if nodes.is_shared:
+            own = OwnEntries(rest)
+            return RandomProducts(own, rest.share, seed, sketch, held_out, max_kept)
+        # The tree is small, and every rank builds all of it.
+        sketch, held_out = (
+            None if columns is None else tuple(padded(rest.share.whole(c[:-1])) for c in columns)
+            for columns in (sketch, held_out)
+        )
+    return RandomProducts(rest, share, seed, sketch, held_out, max_kept)
+
+
 def _plan(
     source: EntrySource,
     diagonal: Tensor,
     options: Options,
     allowed: int | None,
     phases: Phases,
+    ranks: OneRank,
 ) -> BuildStart:
     """Choose global rank, leaf size and ordering, whichever are left open."""
     ordering, tolerance = options.ordering, options.tolerance
@@ -315,6 +368,7 @@ def _plan(
             seed=options.seed,
             orders=orders,
             phases=phases,
+            ranks=ranks,
         )
     leaf_size = options.leaf_size or default_leaf_size(tolerance)
     phases.describe("planning: ordering the rows")
@@ -332,7 +386,9 @@ def _plan(
     return BuildStart(None, tree, leaf_size)
 
 
-def _require_memory(source: EntrySource, num_kept: int, options: Options) -> None:
+def _require_memory(
+    source: EntrySource, num_kept: int, options: Options, ranks: OneRank
+) -> None:
     """Check that there is memory for the least that is needed: leaf blocks, the first samples."""
     assert options.tolerance is not None
     leaf_size = options.leaf_size or default_leaf_size(options.tolerance)
@@ -343,7 +399,7 @@ def _require_memory(source: EntrySource, num_kept: int, options: Options) -> Non
         rank = min(FIRST_RANK, width if options.max_rank is None else options.max_rank)
         floats += 2 * num_kept * num_columns_for(rank)
     require_bytes(
-        floats * source.dtype.itemsize,
+        floats // ranks.size * source.dtype.itemsize,
         source.device,
         f"compressing a matrix of N = {source.shape[0]} with leaves of {leaf_size}",
         ("choose a smaller leaf_size or max_rank", "use float32"),

@@ -304,6 +304,8 @@ def factorize(matrix: HMatrix, damping: Damping, definite: bool) -> Factorizatio
 
 def try_factorize(matrix: HMatrix, damping: Damping, definite: bool = True) -> Factorization | None:
     """Factorize A + D as `factorize` does; None if that is not possible."""
+    if matrix.nodes is not None:
+        return _try_shared(matrix, damping, definite)
     _check_finite(matrix)
     zero_rows = damping.rows(matrix.tree.zero_rows)
     if bool((zero_rows <= 0).any() if definite else (zero_rows == 0).any()):
@@ -323,6 +325,17 @@ def try_factorize(matrix: HMatrix, damping: Damping, definite: bool = True) -> F
     if matrix.global_part is None:
         return result
     return result.with_global_part(matrix.global_part, definite)
+
+
+def _try_shared(matrix: HMatrix, damping: Damping, definite: bool) -> Factorization | None:
+    """The same for a matrix that is spread over ranks."""
+    from hcurv.hierarchical.matrix.distributed import DistributedHMatrix
+    from hcurv.hierarchical.solving.distributed_factorization import try_factorize_shared
+
+    assert isinstance(matrix, DistributedHMatrix)
+    with matrix.share.ranks.agreed():
+        _check_finite(matrix)
+    return try_factorize_shared(matrix, damping, definite)
 
 
 def _check_finite(matrix: HMatrix) -> None:
