@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from contextlib import closing
 from dataclasses import replace
+from os import PathLike
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
+from hcurv.hierarchical.building.checkpoint import Checkpoint
 from hcurv.hierarchical.building.construct import (
     BuildSettings,
     BuildStart,
@@ -79,6 +81,7 @@ def compress(
     seed: int = 0,
     progress: bool = False,
     process_group: ProcessGroup | None = None,
+    checkpoint: str | PathLike[str] | None = None,
 ) -> HMatrix:
     """Compress a symmetric positive semi-definite matrix into a hierarchical one.
 
@@ -121,6 +124,9 @@ def compress(
             memory: the result is a `DistributedHMatrix`. It is not needed for a source that is itself
             spread over ranks. Any other source is one that every rank has to itself. All ranks
             have to pass the same arguments. ``workspace`` is then that of each rank.
+        checkpoint: a folder, in which the plan and what was built is saved after each level of the
+            tree. If the compression is interrupted, the same call goes on from there, and gives
+            the same matrix. The folder is made if there is none, and removed at the end.
 
     Returns:
         The compressed matrix; ``estimated_error`` is its relative error, estimated on random
@@ -131,6 +137,7 @@ def compress(
         TypeError, ValueError: the source is not such a matrix, an option has no valid value, or
             nothing fits into ``max_storage`` (the message names the smallest value that works).
         InsufficientMemoryError: the result would not fit into free memory.
+        FileFormatError: the checkpoint is damaged, or belongs to another compression.
 
     Warns:
         CompressionWarning: the estimated error is well above the tolerance. The message says why,
@@ -170,14 +177,31 @@ def compress(
     ranks.same(**vars(options))
     with torch.no_grad(), closing(Phases(progress and ranks.first)) as phases:
         matrix = as_source(source)
-        built = _compress(matrix, options.for_source(matrix, ranks), phases, ranks)
+        own = options.for_source(matrix, ranks)
+        _check_checkpoint(own, checkpoint)
+        saved = Checkpoint(checkpoint, ranks, _asked(own), matrix.diagonal())
+        built = _compress(matrix, own, phases, ranks, saved)
+        saved.remove()
     if ranks.first:
         warn_of_shortfall(built, options.max_storage is not None)
     return built.matrix.with_layout(layout_of(matrix))
 
 
+def _check_checkpoint(options: Options, checkpoint: str | PathLike[str] | None) -> None:
+    if checkpoint is not None and (options.method != "sketch" or options.near_budget):
+        raise ValueError(
+            'checkpoint is for method="sketch" without a near field: use near_budget=0 and a source'
+            " with products, or leave the checkpoint out"
+        )
+
+
+def _asked(options: Options) -> dict[str, object]:
+    """What a checkpoint belongs to."""
+    return {name: value for name, value in vars(options).items() if name != "progress"}
+
+
 def _compress(
-    source: EntrySource, options: Options, phases: Phases, ranks: OneRank
+    source: EntrySource, options: Options, phases: Phases, ranks: OneRank, saved: Checkpoint
 ) -> Construction:
     """Plan, and build until the result is as small or as accurate as is asked for."""
     diagonal = source.diagonal()
@@ -196,9 +220,9 @@ def _compress(
             2 ** depth_for(num_rows, 1) if with_diagonal else 0,
         )
     if options.damping is not None:
-        built = _build_damped(source, diagonal, options, allowed, phases, ranks)
+        built = _build_damped(source, diagonal, options, allowed, phases, ranks, saved)
     else:
-        built = _Builds(source, diagonal, options, allowed, phases, ranks).first()
+        built = _Builds(source, diagonal, options, allowed, phases, ranks, saved).first()
     stored, error = built.matrix.compression_rate, built.matrix.estimated_error
     phases.describe(f"compressed to {stored:.2%} of N², estimated error {error:.1e}")
     return built
@@ -211,6 +235,7 @@ def _build_damped(
     allowed: int | None,
     phases: Phases,
     ranks: OneRank,
+    saved: Checkpoint,
 ) -> Construction:
     """Build until (A + λI)⁻¹ is as accurate as is asked for, and A + λI positive definite."""
     damping, wanted = options.damping, options.tolerance
@@ -230,7 +255,7 @@ def _build_damped(
         if builds is None or not builds.start.tree.has_clusters:
             # A global part with a diagonal has to be planned anew to become more accurate.
             own = replace(options, tolerance=tolerance, damped_tolerance=wanted or None)
-            builds = _Builds(source, diagonal, own, allowed, phases, ranks)
+            builds = _Builds(source, diagonal, own, allowed, phases, ranks, saved)
             built = builds.first()
         else:
             built = builds.build(tolerance)
@@ -257,6 +282,7 @@ class _Builds:
         allowed: number of floats that are allowed, or None.
         phases: where to count the time.
         ranks: the ranks that share the matrix.
+        saved: where plan and builds are saved.
 
     Attributes:
         start: what was planned.
@@ -270,11 +296,18 @@ class _Builds:
         allowed: int | None,
         phases: Phases,
         ranks: OneRank,
+        saved: Checkpoint,
     ) -> None:
         assert options.tolerance is not None
         self._least, self._allowed, self._phases = options.tolerance, allowed, phases
-        with phases.timed("planning"):
-            self.start = _plan(source, diagonal, options, allowed, phases, ranks)
+        self._saved, plan = saved, saved.next_plan()
+        start = None if plan is None else plan.load()
+        if start is None:
+            with phases.timed("planning"):
+                start = _plan(source, diagonal, options, allowed, phases, ranks)
+            if plan is not None:
+                plan.save(start)
+        self.start = start
         self._rest = _rest_of(source, self.start, diagonal)
         nodes = None
         structure: MatrixStructure = HSSStructure()
@@ -303,7 +336,13 @@ class _Builds:
     def build(self, tolerance: float) -> Construction:
         """Build once."""
         return construct(
-            self._rest, self.start, self._products, tolerance, self._settings, self._phases
+            self._rest,
+            self.start,
+            self._products,
+            tolerance,
+            self._settings,
+            self._phases,
+            self._saved.next_build(),
         )
 
     def first(self) -> Construction:

@@ -21,7 +21,6 @@ __all__ = [
     "NodeInterpolations",
     "basis_batches",
     "coupling_batches",
-    "identity_bases",
     "leaf_blocks",
     "make_bases",
     "make_couplings",
@@ -213,17 +212,6 @@ def make_bases(
             weights[place, :rows, :columns] = some.weights[index, :rows, :columns]
         result.append(Basis.of(group, ranks, skeleton, rest, weights))
     return tuple(result)
-
-
-def identity_bases(ranks: Tensor, dtype: torch.dtype) -> tuple[Basis, ...]:
-    """Bases of nodes whose rows are all in their skeletons, (nodes,)."""
-    nodes = ranks.nonzero().squeeze(1)
-    if nodes.numel() == 0:
-        return ()
-    starts, width = ranks.cumsum(0) - ranks, int(ranks.max())
-    table = row_table(starts[nodes], ranks[nodes], width, int(ranks.sum()))
-    weights = torch.zeros(nodes.numel(), 0, width, dtype=dtype, device=ranks.device)
-    return (Basis(nodes, table, table[:, :0], table, weights),)
 
 
 def make_couplings(

@@ -14,13 +14,13 @@ from hcurv.hierarchical.building.assembly import (
     NodeInterpolations,
     basis_batches,
     coupling_batches,
-    identity_bases,
     leaf_blocks,
     make_bases,
     make_couplings,
     skeleton_places,
     skeleton_scales,
 )
+from hcurv.hierarchical.building.checkpoint import BuildCheckpoint, BuildState
 from hcurv.hierarchical.building.error_budget import ErrorBudget
 from hcurv.hierarchical.building.level_step import choose_skeletons
 from hcurv.hierarchical.building.phases import Phases
@@ -33,7 +33,13 @@ from hcurv.hierarchical.building.sampler import (
 )
 from hcurv.hierarchical.building.shared_rest import OwnEntries, SharedRest
 from hcurv.hierarchical.building.skeleton_columns import AdaptiveSampler
-from hcurv.hierarchical.parts.levels import Coupling, LeafBlocks, Level, row_table
+from hcurv.hierarchical.parts.levels import (
+    Coupling,
+    LeafBlocks,
+    Level,
+    identity_bases,
+    row_table,
+)
 from hcurv.hierarchical.parts.node_share import NodeShare
 from hcurv.hierarchical.parts.row_share import RowShare
 from hcurv.hierarchical.parts.shape_groups import group_by_shape
@@ -144,14 +150,38 @@ class Builder:
         self._nodes = self._alone if nodes is None else nodes
         self.num_capped = 0
 
-    def build(self, first: Sampler) -> BuiltBlocks:
-        """Build all blocks from the leaves up, from samples that ``first`` takes."""
-        tree, phases, nodes = self._tree, self._phases, self._nodes
-        sampler = AdaptiveSampler(first, tree.num_kept, self._pattern, nodes)
-        order, bounds = nodes.share.own_rows, nodes.leaf_bounds(tree)
+    def build(self, first: Sampler, checkpoint: BuildCheckpoint | None = None) -> BuiltBlocks:
+        """Build all blocks from the leaves up.
+
+        Args:
+            first: takes samples on the lower levels.
+            checkpoint: where to go on, and where to save what was built after each level.
+        """
+        tree, phases = self._tree, self._phases
+        sampler = AdaptiveSampler(first, tree.num_kept, self._pattern, self._nodes)
         phases.expect(tree.depth + 1)
-        phases.describe(f"building: blocks of {2**tree.depth} leaves")
-        with phases.timed("leaf blocks"):
+        state = None if checkpoint is None else self._resume(sampler, checkpoint)
+        if state is None:
+            state = self._begin(sampler)
+        for depth in range(state.depth, 0, -1):
+            phases.advance()
+            phases.describe(f"building: level {depth}, {2**depth} nodes")
+            self._advance(sampler, state)
+            if checkpoint is not None:
+                state.spent, state.num_capped = self._budget.spent, self.num_capped
+                with phases.timed("checkpoint"):
+                    checkpoint.save(state, sampler)
+        phases.advance()
+        return BuiltBlocks(
+            state.leaves, state.dense, tuple(state.levels), tuple(state.ranks), tuple(state.top)
+        )
+
+    def _begin(self, sampler: AdaptiveSampler) -> BuildState:
+        """The leaves."""
+        tree, nodes = self._tree, self._nodes
+        order, bounds = nodes.share.own_rows, nodes.leaf_bounds(tree)
+        self._phases.describe(f"building: blocks of {2**tree.depth} leaves")
+        with self._phases.timed("leaf blocks"):
             source = self._entries()
             leaves = leaf_blocks(source, order, bounds, nodes.share.ranks)
             _finish(source)
@@ -164,28 +194,47 @@ class Builder:
             torch.ones(order.numel() + 1, dtype=self._source.dtype, device=order.device),
         )
         sampler.begin((leaves, *dense), rows)
-        levels: list[Level] = []
-        top: list[Level] = []
-        every: list[Tensor] = []  # ranks of all nodes
-        for depth in range(tree.depth, 0, -1):
-            phases.advance()
-            phases.describe(f"building: level {depth}, {2**depth} nodes")
-            built = self._build_level(sampler, rows, depth, nodes)
-            rows = built.above
-            if not nodes.is_shared:
-                (top if self._nodes.is_shared else levels).append(built.level)
-            else:
-                levels.append(built.level)
-                every.append(built.ranks)
-            if depth > 1 or nodes.is_shared:
-                with phases.timed("samples"):
-                    sampler.ascend(built.level, built.places, rows)
-            if depth == nodes.cut:
-                level, rows = self._join(sampler, rows, built.ranks, depth)
-                top.append(level)
-                nodes = self._alone
-        phases.advance()
-        return BuiltBlocks(leaves, dense, tuple(levels), tuple(every), tuple(top))
+        return BuildState(tree.depth, rows, leaves, dense)
+
+    def _resume(
+        self, sampler: AdaptiveSampler, checkpoint: BuildCheckpoint
+    ) -> BuildState | None:
+        """What an interrupted build left, with the samples brought to its level."""
+        state = checkpoint.load(self._nodes.leaf_bounds(self._tree))
+        if state is None:
+            return None
+        sampler.begin((state.leaves,), state.rows)
+        for level in state.levels:
+            sampler.skip(level)
+        if state.top:
+            cut = self._nodes.cut
+            assert cut is not None
+            counts = self._nodes.row_counts(state.ranks[-1], cut)
+            sampler.join(self._source, state.rows, counts)
+            for level in state.top:
+                sampler.skip(level)
+        sampler.restore(state.samples, state.rows, state.depth)
+        self._budget.spend(state.spent)
+        self.num_capped = state.num_capped
+        return state
+
+    def _advance(self, sampler: AdaptiveSampler, state: BuildState) -> None:
+        """Build one level, and bring the samples to the next one."""
+        depth, cut = state.depth, self._nodes.cut
+        nodes = self._alone if cut is None or depth < cut else self._nodes
+        built = self._build_level(sampler, state.rows, depth, nodes)
+        state.rows, state.depth = built.above, depth - 1
+        if nodes.is_shared:
+            state.ranks.append(built.ranks)
+        (state.top if self._nodes.is_shared and not nodes.is_shared else state.levels).append(
+            built.level
+        )
+        if depth > 1 or nodes.is_shared:
+            with self._phases.timed("samples"):
+                sampler.ascend(built.level, built.places, state.rows)
+        if depth == cut:
+            level, state.rows = self._join(sampler, state.rows, built.ranks, depth)
+            state.top.append(level)
 
     def _entries(self) -> EntrySource:
         """Where to read the entries of own leaves."""

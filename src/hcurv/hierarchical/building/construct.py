@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hcurv.hierarchical.building.build import Builder, BuiltBlocks
+from hcurv.hierarchical.building.checkpoint import BuildCheckpoint
 from hcurv.hierarchical.building.damped_error import estimate_damped_error
 from hcurv.hierarchical.building.error_budget import ErrorBudget
 from hcurv.hierarchical.building.neighbor_columns import NeighborSampler
@@ -177,6 +178,7 @@ def construct(
     tolerance: float,
     settings: BuildSettings,
     phases: Phases,
+    checkpoint: BuildCheckpoint | None = None,
 ) -> Construction:
     """Build the matrix of a plan.
 
@@ -187,6 +189,7 @@ def construct(
         tolerance: relative error of the whole matrix.
         settings: everything else.
         phases: where to count the time.
+        checkpoint: where the build is saved after each level; None for nowhere.
     """
     tree, max_rank = start.tree, settings.max_rank
     pattern = settings.structure.pattern(rest, tree)
@@ -208,7 +211,7 @@ def construct(
     if is_diagonal:
         blocks = _diagonal_blocks(rest, tree, nodes if is_shared else None)
     else:
-        blocks = builder.build(sampler)
+        blocks = builder.build(sampler, checkpoint)
     matrix = settings.structure.assemble(tree, blocks, rest.dtype)
     has_tree = tree.num_kept > 0 or start.global_part is None
 

@@ -169,24 +169,25 @@ class OwnEntries:
         return values if self._rest.part is None else self._without_part(values, rows, cols)
 
     def _asked(self, rows: Tensor, cols: Tensor, sizes: list[tuple[int, int, int]]) -> Tensor:
-        """The own blocks of the source, where all ranks compute those of all."""
+        """The own blocks of the source, where all ranks compute those of all, in one call."""
         own = torch.cat([rows.reshape(-1), cols.reshape(-1)])
         counts = [b * (m + k) for b, m, k in sizes]
-        every = self._ranks.collect(own, counts).split(counts)
-        source, found = self._rest.source, []
-        for rank, (index, (b, m, k)) in enumerate(zip(every, sizes, strict=True)):
-            if b * m * k == 0:
-                values = torch.zeros(b, m, k, dtype=self.dtype, device=self.device)
-            elif isinstance(source, SharedBlocks):
-                values = _term(source, index[: b * m].view(b, m), index[b * m :].view(b, k))
-            else:
-                values = blocks(source, index[: b * m].view(b, m), index[b * m :].view(b, k))
-            if isinstance(source, SharedBlocks) or rank == self._ranks.rank:
-                found.append(values)
+        height, width = max(m for _, m, _ in sizes), max(k for _, _, k in sizes)
+        tables = []
+        for index, (b, m, k) in zip(
+            self._ranks.collect(own, counts).split(counts), sizes, strict=True
+        ):
+            left, right = index[: b * m].view(b, m), index[b * m :].view(b, k)
+            tables.append((_filled(left, height), _filled(right, width)))
+        every_row, every_col = (torch.cat(parts) for parts in zip(*tables, strict=True))
+        numbers = [b for b, _, _ in sizes]
+        source, rank = self._rest.source, self._ranks.rank
         if not isinstance(source, SharedBlocks):
-            return found[0]
-        terms = torch.cat([values.reshape(-1) for values in found])
-        summed = self._ranks.scatter_sum(terms, [b * m * k for b, m, k in sizes])
+            found = blocks(source, every_row, every_col).split(numbers)[rank]
+            return found[:, : rows.shape[1], : cols.shape[1]].contiguous()
+        terms = _term(source, every_row, every_col).split(numbers)
+        flat = [t[:, :m, :k].reshape(-1) for t, (_, m, k) in zip(terms, sizes, strict=True)]
+        summed = self._ranks.scatter_sum(torch.cat(flat), [b * m * k for b, m, k in sizes])
         return summed.view(*rows.shape, cols.shape[1])
 
     def _without_part(self, values: Tensor, rows: Tensor, cols: Tensor) -> Tensor:
@@ -194,7 +195,9 @@ class OwnEntries:
         part = self._rest.part
         assert part is not None
         share = part.share
-        tables = [part.places[index.clamp(min=0)].masked_fill(index < 0, -1) for index in (rows, cols)]
+        tables = [
+            part.places[index.clamp(min=0)].masked_fill(index < 0, -1) for index in (rows, cols)
+        ]
         # Most rows are this rank's. The others are asked for together.
         wanted = torch.cat([table.reshape(-1) for table in tables]).unique()
         foreign = wanted[(wanted >= 0) & ((wanted < share.start) | (wanted >= share.stop))]
@@ -203,6 +206,11 @@ class OwnEntries:
         known = share.at(part.factor, others) if others.numel() else part.factor[:0]
         sides = [_rows_of(part, table, others, known) for table in tables]
         return values.baddbmm_(sides[0], sides[1].transpose(1, 2), alpha=-1)
+
+
+def _filled(index: Tensor, width: int) -> Tensor:
+    """An index table (B, m) with more columns, of −1."""
+    return torch.nn.functional.pad(index, (0, width - index.shape[1]), value=-1)
 
 
 def _term(source: SharedBlocks, rows: Tensor, cols: Tensor) -> Tensor:
@@ -220,7 +228,7 @@ def _rows_of(part: SharedPart, table: Tensor, others: Tensor, known: Tensor) -> 
     result[own] = part.factor[flat[own] - share.start]
     if others.numel():
         slots = torch.searchsorted(others, flat).clamp_(max=others.numel() - 1)
-        foreign = ((others[slots] == flat) & ((flat < share.start) | (flat >= share.stop)))
-        foreign = foreign.nonzero().squeeze(1)
+        is_foreign = (others[slots] == flat) & ((flat < share.start) | (flat >= share.stop))
+        foreign = is_foreign.nonzero().squeeze(1)
         result[foreign] = known[slots[foreign]]
     return result.view(*table.shape, part.rank)

@@ -6,7 +6,7 @@ that a wider sketch would take, and they leave nothing to chance.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -133,6 +133,39 @@ class AdaptiveSampler:
         """Vectors (N, k) that no sample was made of, and their products with H."""
         return self._first.held_out()
 
+    def skip(self, level: Level) -> None:
+        """Go on to the next level of a build that is resumed."""
+        assert isinstance(self._first, SketchSampler)
+        self._first.skip(level)
+
+    def state(self) -> dict[str, Tensor]:
+        """What is needed to go on from the current level."""
+        assert isinstance(self._first, SketchSampler)
+        is_sketch = self._current is self._first
+        found = self._first.state(is_sketch)
+        if isinstance(self._current, SkeletonSampler):
+            found["skeleton"] = self._current.values
+        return found
+
+    def restore(self, state: Mapping[str, Tensor], rows: LevelRows, depth: int) -> None:
+        """Go on from what `state` has given.
+
+        Args:
+            state: what it has given.
+            rows: rows of the current level.
+            depth: that level.
+        """
+        assert isinstance(self._first, SketchSampler)
+        self._first.restore(state, rows)
+        self._rows, self._is_above_leaves = rows, True
+        if "skeleton" in state:
+            every, nodes = rows, self._nodes
+            if nodes is not None and nodes.is_shared:
+                every = rows.of_all(nodes, nodes.of_all(rows.counts, depth), depth)
+            self._current = SkeletonSampler(
+                state["skeleton"], rows, every, self._pattern, nodes, depth
+            )
+
 
 class SkeletonSampler:
     """Entries of the rows of a node in the columns of all other rows of its level.
@@ -144,6 +177,9 @@ class SkeletonSampler:
         pattern: says which columns a node leaves out of its samples.
         nodes: the nodes of this rank; None for one process, whose own rows are all.
         depth: the current level.
+
+    Attributes:
+        values: as given, on the current level.
     """
 
     is_random = False
@@ -158,7 +194,7 @@ class SkeletonSampler:
         nodes: NodeShare | None,
         depth: int,
     ) -> None:
-        self._values, self._rows, self._pattern = values, rows, pattern
+        self.values, self._rows, self._pattern = values, rows, pattern
         self._every, self._depth = every, depth
         self._nodes = nodes if nodes is not None and nodes.is_shared else None
 
@@ -174,12 +210,12 @@ class SkeletonSampler:
     @property
     def num_columns(self) -> int:
         """Number of rows of the level."""
-        return self._values.shape[1]
+        return self.values.shape[1]
 
     @property
     def norm(self) -> float:
         """Norm of the entries between the rows of the current level."""
-        return float(torch.linalg.vector_norm(self._values, dtype=torch.float64))
+        return float(torch.linalg.vector_norm(self.values, dtype=torch.float64))
 
     def begin(self, dense: tuple[LeafBlocks | Coupling, ...], rows: LevelRows) -> None:
         """Do nothing: the pattern says which columns lie in dense blocks."""
@@ -203,13 +239,13 @@ class SkeletonSampler:
         weights = self._every.scales[columns].masked_fill_(excluded, 0.0)
         padding = table >= self._rows.size
         rows = table.masked_fill(padding, 0)
-        values = self._values[rows[:, :, None], columns[:, None]].mul_(weights[:, None])
+        values = self.values[rows[:, :, None], columns[:, None]].mul_(weights[:, None])
         return values.masked_fill_(padding[:, :, None], 0.0) if bool(padding.any()) else values
 
     def entries(self, places: Tensor) -> tuple[EntrySource, Tensor]:
         """The entries are here already."""
         start = self._first_row
-        return DenseMatrix(self._values[:, start : start + self._rows.size]), places
+        return DenseMatrix(self.values[:, start : start + self._rows.size]), places
 
     def ascend(self, level: Level, places: Tensor, rows: LevelRows) -> None:
         """Keep the entries between some of the rows."""
@@ -222,17 +258,17 @@ class SkeletonSampler:
             every = rows.of_all(self._nodes, counts, depth)
             number = self._nodes.row_counts(counts, depth)
             columns = self._nodes.share.ranks.collect(places + self._first_row, number)
-        self._values = self._values.index_select(0, places).index_select(1, columns)
+        self.values = self.values.index_select(0, places).index_select(1, columns)
         self._rows, self._every, self._depth = rows, every, depth
 
     def join(self, rows: LevelRows, counts: Sequence[int]) -> None:
         """Give the entries between all rows of the current level to every rank."""
         assert self._nodes is not None
-        self._values = self._nodes.share.ranks.collect(self._values, counts)
+        self.values = self._nodes.share.ranks.collect(self.values, counts)
         self._rows = self._every = rows
         self._nodes = None
 
     def held_out(self) -> tuple[Tensor, Tensor]:
         """No vectors: every entry is part of a sample."""
-        none = self._values[:, :0]
+        none = self.values[:, :0]
         return none, none

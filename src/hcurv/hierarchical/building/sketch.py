@@ -9,7 +9,7 @@ products with Ω, leaf blocks and couplings.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +72,7 @@ class RandomProducts:
         self.source, self.share = source, share
         self._generator = torch.Generator(source.device).manual_seed(seed)
         self._panels = [] if known is None or not known[0].shape[1] else [known]
+        self._num_known = len(self._panels)
         self._room = max_kept
         self.held_out = held_out or self._draw(_HELD_OUT)
 
@@ -107,6 +108,22 @@ class RandomProducts:
 
     def _draw(self, num_columns: int) -> tuple[Tensor, Tensor]:
         return random_products(self.source, self.share, num_columns, self._generator)
+
+    def state(self) -> dict[str, Tensor]:
+        """What is needed to draw the same panels from now on."""
+        found = {"generator": self._generator.get_state(), "room": torch.tensor([self._room])}
+        for number, panel in enumerate(self._panels[self._num_known :]):
+            for name, values in zip(("inputs", "outputs"), panel, strict=True):
+                found[f"kept.{number}.{name}"] = values
+        return found
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what `state` has given."""
+        self._generator.set_state(state["generator"].cpu())
+        self._room = int(state["room"])
+        del self._panels[self._num_known :]
+        while f"kept.{(number := len(self._panels) - self._num_known)}.inputs" in state:
+            self._panels.append((state[f"kept.{number}.inputs"], state[f"kept.{number}.outputs"]))
 
 
 class SketchSampler:
@@ -212,6 +229,35 @@ class SketchSampler:
         self._steps.append(step)
         for place, panel in enumerate(self._panels):
             self._panels[place] = step(panel)
+
+    def skip(self, level: Level) -> None:
+        """Go on to the next level, before there are any panels."""
+        self._steps.append(lambda panel: carry(panel, level))
+
+    def state(self, is_used: bool) -> dict[str, Tensor]:
+        """What is needed to go on from the current level.
+
+        Args:
+            is_used: whether samples are still taken from the panels.
+        """
+        found = self._products.state()
+        found["squares"] = torch.tensor([self._squares, self._num_squares], dtype=torch.float64)
+        for number, panel in enumerate(self._panels):
+            values = (panel.inputs, panel.outputs)
+            for name, tensor in zip(("inputs", "outputs"), values, strict=True):
+                found[f"panel.{number}.{name}"] = tensor if is_used else tensor[:0]
+        return found
+
+    def restore(self, state: Mapping[str, Tensor], rows: LevelRows) -> None:
+        """Go on from what `state` has given; ``rows`` are those of the current level."""
+        self._products.restore(state)
+        self._rows = rows
+        squares, number = state["squares"].tolist()
+        self._squares, self._num_squares = squares, int(number)
+        self._panels = []
+        while f"panel.{len(self._panels)}.inputs" in state:
+            name = f"panel.{len(self._panels)}"
+            self._panels.append(SketchPanel(state[f"{name}.inputs"], state[f"{name}.outputs"]))
 
     def held_out(self) -> tuple[Tensor, Tensor]:
         """Random vectors that no sample was made of, (N, k), and their products."""

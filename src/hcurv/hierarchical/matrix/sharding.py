@@ -6,6 +6,7 @@ node, and at some row of the level. Padding is the position after the last row, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor
 
 from hcurv.hierarchical.parts.levels import Basis, Coupling, LeafBlocks, Level
+from hcurv.hierarchical.parts.node_share import NodeShare
 
 if TYPE_CHECKING:
     from hcurv.hierarchical.matrix.distributed import DistributedHMatrix
 
-__all__ = ["Offsets", "assembled", "gathered_tree", "level_offsets", "whole_tensors"]
+__all__ = ["Offsets", "gathered_tree", "level_offsets", "whole_tensors", "widened"]
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,22 @@ class Offsets:
         return shifted.masked_fill_(positions >= self.size_below, self.num_below)
 
 
-def level_offsets(matrix: DistributedHMatrix, number: int) -> Offsets:
-    """The offsets of a level of own nodes, by its number from the leaves."""
-    nodes, depth = matrix.nodes, matrix.tree.depth - number
+def level_offsets(
+    nodes: NodeShare, depth: int, node_ranks: Sequence[Tensor], number: int
+) -> Offsets:
+    """The offsets of a level of own nodes.
+
+    Args:
+        nodes: the own nodes.
+        depth: depth of the tree.
+        node_ranks: ranks of all nodes, from the leaves up.
+        number: the level, counted from the leaves.
+    """
+    depth -= number
     if number == 0:
-        share = matrix.share
+        share = nodes.share
         return Offsets(nodes.first(depth), share.start, share.num_own, share.num_rows)
-    below = matrix.node_ranks[number - 1]
+    below = node_ranks[number - 1]
     counts = nodes.row_counts(below, depth + 1)
     rank = nodes.share.ranks.rank
     return Offsets(nodes.first(depth), sum(counts[:rank]), counts[rank], int(below.sum()))
@@ -67,7 +78,7 @@ def whole_tensors(matrix: DistributedHMatrix) -> dict[str, Tensor]:
     """
     tensors = {"leaves.values": matrix.leaves.values}
     for number, level in enumerate(matrix.levels):
-        offsets = level_offsets(matrix, number)
+        offsets = level_offsets(matrix.nodes, matrix.tree.depth, matrix.node_ranks, number)
         for place, basis in enumerate(level.bases):
             name = f"levels.{number}.bases.{place}"
             tensors[f"{name}.nodes"] = basis.nodes + offsets.node
@@ -88,7 +99,7 @@ def gathered_tree(matrix: DistributedHMatrix) -> tuple[LeafBlocks, tuple[Level, 
     width = int(matrix.tree.bounds(matrix.tree.depth).diff().max())
     own["leaves.values"] = widened(own["leaves.values"], width)
     found = {name: torch.cat(ranks.gather(tensor)) for name, tensor in own.items()}
-    return assembled(matrix, found)
+    return _assembled(matrix, found)
 
 
 def widened(leaves: Tensor, width: int) -> Tensor:
@@ -97,7 +108,7 @@ def widened(leaves: Tensor, width: int) -> Tensor:
     return torch.nn.functional.pad(leaves, (0, missing, 0, missing)) if missing else leaves
 
 
-def assembled(
+def _assembled(
     matrix: DistributedHMatrix, tensors: dict[str, Tensor]
 ) -> tuple[LeafBlocks, tuple[Level, ...]]:
     """Leaf blocks and levels of the whole tree, from the tensors of all ranks."""

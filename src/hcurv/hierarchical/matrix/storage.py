@@ -6,7 +6,7 @@ Tensors are named after the parts that they belong to, for example ``levels.0.ba
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from os import PathLike
 from typing import Any
@@ -40,8 +40,11 @@ __all__ = [
     "make_factorization",
     "make_matrix",
     "matrix_parts",
+    "make_record",
     "matrix_tensors",
+    "level_tensors",
     "read_couplings",
+    "read_level",
     "read_file",
     "read_layout",
     "save",
@@ -68,11 +71,7 @@ def matrix_tensors(matrix: HMatrix) -> dict[str, Tensor]:
         tensors["global.rows"] = matrix.global_part.rows
         tensors["global.factor"] = matrix.global_part.factor
     for number, level in enumerate(matrix.levels):
-        tensors[f"levels.{number}.ranks"] = level.ranks
-        for place, basis in enumerate(level.bases):
-            for part in ("nodes", "skeleton", "rest", "weights"):
-                tensors[f"levels.{number}.bases.{place}.{part}"] = getattr(basis, part)
-        tensors |= coupling_tensors(f"levels.{number}.couplings", level.couplings)
+        tensors |= level_tensors(f"levels.{number}", level)
     return tensors
 
 
@@ -93,6 +92,28 @@ def read_couplings(
         Coupling.of(tensors[f"{name}.{place}.pairs"], sizes, tensors[f"{name}.{place}.values"])
         for place in range(count)
     )
+
+
+def level_tensors(name: str, level: Level) -> dict[str, Tensor]:
+    """Return the tensors of a level, named after the place where it belongs."""
+    tensors = {f"{name}.ranks": level.ranks}
+    for place, basis in enumerate(level.bases):
+        for part in ("nodes", "skeleton", "rest", "weights"):
+            tensors[f"{name}.bases.{place}.{part}"] = getattr(basis, part)
+    return tensors | coupling_tensors(f"{name}.couplings", level.couplings)
+
+
+def read_level(
+    tensors: Mapping[str, Tensor], name: str, counts: Sequence[int], size_below: int
+) -> Level:
+    """Return the level that `level_tensors` named, with so many batches of bases and couplings."""
+    ranks, bases = tensors[f"{name}.ranks"], []
+    for place in range(counts[0]):
+        group = f"{name}.bases.{place}"
+        parts = [tensors[f"{group}.{part}"] for part in ("skeleton", "rest", "weights")]
+        bases.append(Basis.of(tensors[f"{group}.nodes"], ranks, *parts))
+    couplings = read_couplings(tensors, f"{name}.couplings", counts[1], ranks)
+    return Level(ranks, size_below, tuple(bases), couplings)
 
 
 def describe_matrix(matrix: HMatrix) -> dict[str, Any]:
@@ -138,17 +159,10 @@ def matrix_parts(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
     tree = make_tree(description, tensors)
     levels: list[Level] = []
     size_below = tree.num_kept
-    for number, (num_bases, num_couplings, *others) in enumerate(description["levels"]):
-        if any(others):
+    for number, counts in enumerate(description["levels"]):
+        if any(counts[2:]):
             raise ValueError("it stores couplings in a way that is no longer read; compress again")
-        ranks = tensors[f"levels.{number}.ranks"]
-        bases = []
-        for place in range(num_bases):
-            name = f"levels.{number}.bases.{place}"
-            parts = [tensors[f"{name}.{part}"] for part in ("skeleton", "rest", "weights")]
-            bases.append(Basis.of(tensors[f"{name}.nodes"], ranks, *parts))
-        couplings = read_couplings(tensors, f"levels.{number}.couplings", num_couplings, ranks)
-        levels.append(Level(ranks, size_below, tuple(bases), couplings))
+        levels.append(read_level(tensors, f"levels.{number}", counts, size_below))
         size_below = levels[-1].size
     global_part = None
     if "global.rows" in tensors:
@@ -157,7 +171,7 @@ def matrix_parts(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
         "tree": tree,
         "leaves": LeafBlocks.of(tree.bounds(tree.depth), tensors["leaves.values"]),
         "levels": tuple(levels),
-        "record": _make_record(description["record"]),
+        "record": make_record(description["record"]),
         "dtype": FLOAT_TYPES[description["dtype"]],
         "global_part": global_part,
     }
@@ -174,7 +188,8 @@ def read_layout(description: Mapping[str, Any]) -> ParameterLayout | None:
     return None if shapes is None else ParameterLayout(dict(shapes))
 
 
-def _make_record(values: Mapping[str, Any]) -> BuildRecord:
+def make_record(values: Mapping[str, Any]) -> BuildRecord:
+    """Return the build record that a file holds."""
     plan, damped = values.get("plan"), values.get("damped_error")
     parts = {
         "plan": None if plan is None else Plan.from_dict(plan),

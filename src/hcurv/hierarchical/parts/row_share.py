@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hcurv.operators import EntrySource
 from hcurv.ranks import OneRank
-from hcurv.sources import MatrixProduct, SharedProduct, product
+from hcurv.sources import MatrixProduct, SharedProduct, product, ranks_behind
 
 __all__ = ["OwnProduct", "RowShare", "cut_level", "largest_of"]
 
@@ -31,12 +31,13 @@ def cut_level(num_ranks: int, depth: int) -> int | None:
     """The level of a tree at which subtrees are given to ranks, or None if it has too few leaves.
 
     It has as many nodes as there are ranks. If that number is no power of two, it has four to eight
-    times as many, if the tree does, so that the ranks differ little in what they hold.
+    times as many, so that the ranks differ little in what they hold; but fewer in a tree of few
+    levels, because all ranks have everything above this level.
     """
     least = max(0, num_ranks - 1).bit_length()
     if depth < least:
         return None
-    return least if num_ranks == 2**least else min(depth, least + 2)
+    return least if num_ranks == 2**least else max(least, min(least + 2, depth - 4))
 
 
 def largest_of(ranks: OneRank, value: int) -> int:
@@ -191,7 +192,7 @@ class RowShare:
         result = torch.empty_like(own)
         for columns in self._panels(own.shape[1]):
             vectors = self.spread(self.whole(own[:, columns]), source.shape[0])
-            if isinstance(source, SharedProduct):
+            if isinstance(source, SharedProduct) and ranks_behind(source).size > 1:
                 term = self.select(_checked(_partial, source, vectors))
                 result[:, columns] = self.ranks.scatter_sum(term, self.counts)
             else:
