@@ -12,15 +12,7 @@ import torch
 from torch import Tensor
 
 from hcurv.hierarchical.building.checkpoint import Checkpoint
-from hcurv.hierarchical.building.construct import (
-    BuildSettings,
-    BuildStart,
-    Construction,
-    HSSStructure,
-    MatrixStructure,
-    SharedStructure,
-    construct,
-)
+from hcurv.hierarchical.building.construct import Construction
 from hcurv.hierarchical.building.damped_error import (
     badness,
     damped_step,
@@ -29,36 +21,25 @@ from hcurv.hierarchical.building.damped_error import (
 )
 from hcurv.hierarchical.building.phases import Phases
 from hcurv.hierarchical.building.sampler import FIRST_RANK, num_columns_for
-from hcurv.hierarchical.building.shared_rest import OwnEntries, SharedRest
 from hcurv.hierarchical.building.shortfall import CompressionWarning, warn_of_shortfall
-from hcurv.hierarchical.building.sketch import RandomProducts
-from hcurv.hierarchical.building.storage_fit import fit_storage, max_floats
-from hcurv.hierarchical.matrix.distributed import padded
+from hcurv.hierarchical.building.storage_fit import max_floats
+from hcurv.hierarchical.builds import Builds
 from hcurv.hierarchical.matrix.hmatrix import HMatrix
-from hcurv.hierarchical.near_field.matrix import NearFieldStructure
 from hcurv.hierarchical.options import FINEST, Options, check_options
-from hcurv.hierarchical.parts.global_part import GlobalPart, Remainder
-from hcurv.hierarchical.parts.node_share import NodeShare
-from hcurv.hierarchical.parts.row_share import RowShare
-from hcurv.hierarchical.parts.shared_part import SharedPart
-from hcurv.hierarchical.planning.ordering import choose_tree, default_leaf_size
-from hcurv.hierarchical.planning.planner import prepare
+from hcurv.hierarchical.planning.ordering import default_leaf_size
 from hcurv.hierarchical.planning.sampled_matrix import DEFAULT_WORKSPACE
-from hcurv.hierarchical.tree.cluster_tree import Distance, cluster, depth_for
+from hcurv.hierarchical.tree.cluster_tree import Distance, depth_for
 from hcurv.layout import layout_of
 from hcurv.memory import require_bytes
 from hcurv.operators import EntrySource
 from hcurv.ranks import OneRank, ranks_of
-from hcurv.sources import as_source, ranks_behind, structural_orders
+from hcurv.sources import as_source, ranks_behind
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["CompressionWarning", "compress"]
 
-# If several builds may be needed, so many floats of random products are kept for the next one:
-# 1 GB in single precision.
-_KEPT_FLOATS = 2**28
 # With a damping, at most so many builds are made until the damped error is small enough.
 _MAX_DAMPED_BUILDS = 4
 
@@ -120,10 +101,10 @@ def compress(
             be considered for very large matrices.
         seed: seed of everything random. The result is a function of source, arguments and seed.
         progress: show on stderr what is being done, in planning and building, and for how long.
-        process_group: a group of `torch.distributed`, whose ranks share the matrix, the work and the
-            memory: the result is a `DistributedHMatrix`. It is not needed for a source that is itself
-            spread over ranks. Any other source is one that every rank has to itself. All ranks
-            have to pass the same arguments. ``workspace`` is then that of each rank.
+        process_group: a group of `torch.distributed`, whose ranks share the matrix, the work and
+            the memory: the result is a `DistributedHMatrix`. It is not needed for a source that is
+            itself spread over ranks. Any other source is one that every rank has to itself. All
+            ranks have to pass the same arguments. ``workspace`` is then that of each rank.
         checkpoint: a folder, in which the plan and what was built is saved after each level of the
             tree. If the compression is interrupted, the same call goes on from there, and gives
             the same matrix. The folder is made if there is none, and removed at the end.
@@ -222,7 +203,7 @@ def _compress(
     if options.damping is not None:
         built = _build_damped(source, diagonal, options, allowed, phases, ranks, saved)
     else:
-        built = _Builds(source, diagonal, options, allowed, phases, ranks, saved).first()
+        built = Builds(source, diagonal, options, allowed, phases, ranks, saved).first()
     stored, error = built.matrix.compression_rate, built.matrix.estimated_error
     phases.describe(f"compressed to {stored:.2%} of N², estimated error {error:.1e}")
     return built
@@ -249,13 +230,13 @@ def _build_damped(
             tolerance = max(tolerance, finest)
     elif allowed is not None:
         tolerance = finest
-    builds: _Builds | None = None
+    builds: Builds | None = None
     best: Construction | None = None
     for _ in range(_MAX_DAMPED_BUILDS):
         if builds is None or not builds.start.tree.has_clusters:
             # A global part with a diagonal has to be planned anew to become more accurate.
             own = replace(options, tolerance=tolerance, damped_tolerance=wanted or None)
-            builds = _Builds(source, diagonal, own, allowed, phases, ranks, saved)
+            builds = Builds(source, diagonal, own, allowed, phases, ranks, saved)
             built = builds.first()
         else:
             built = builds.build(tolerance)
@@ -272,162 +253,7 @@ def _build_damped(
     return best if is_safe else best.repaired()
 
 
-class _Builds:
-    """A plan, and builds of it with any tolerance.
-
-    Args:
-        source: the matrix.
-        diagonal: its diagonal.
-        options: what is asked for, with a tolerance in the Frobenius norm.
-        allowed: number of floats that are allowed, or None.
-        phases: where to count the time.
-        ranks: the ranks that share the matrix.
-        saved: where plan and builds are saved.
-
-    Attributes:
-        start: what was planned.
-    """
-
-    def __init__(
-        self,
-        source: EntrySource,
-        diagonal: Tensor,
-        options: Options,
-        allowed: int | None,
-        phases: Phases,
-        ranks: OneRank,
-        saved: Checkpoint,
-    ) -> None:
-        assert options.tolerance is not None
-        self._least, self._allowed, self._phases = options.tolerance, allowed, phases
-        self._saved, plan = saved, saved.next_plan()
-        start = None if plan is None else plan.load()
-        if start is None:
-            with phases.timed("planning"):
-                start = _plan(source, diagonal, options, allowed, phases, ranks)
-            if plan is not None:
-                plan.save(start)
-        self.start = start
-        self._rest = _rest_of(source, self.start, diagonal)
-        nodes = None
-        structure: MatrixStructure = HSSStructure()
-        if isinstance(self._rest, SharedRest):
-            nodes = NodeShare.of_tree(self._rest.share, self.start.tree)
-            structure = SharedStructure(nodes)
-        elif options.near_budget:
-            structure = NearFieldStructure(options.near_budget, options.distance, options.seed)
-        self._products = None
-        if options.method == "sketch":
-            is_only = allowed is None and options.damping is None
-            with phases.timed("samples"):
-                self._products = _products_for(
-                    self._rest, self.start, nodes, options.seed + 2, 0 if is_only else _KEPT_FLOATS
-                )
-        self._settings = BuildSettings(
-            structure,
-            options.max_rank,
-            options.distance,
-            options.damping,
-            options.damped_tolerance,
-            options.seed,
-            nodes,
-        )
-
-    def build(self, tolerance: float) -> Construction:
-        """Build once."""
-        return construct(
-            self._rest,
-            self.start,
-            self._products,
-            tolerance,
-            self._settings,
-            self._phases,
-            self._saved.next_build(),
-        )
-
-    def first(self) -> Construction:
-        """Build with the tolerance that was planned for, until the result fits."""
-        plan = self.start.plan
-        built = self.build(self._least if plan is None else plan.tolerance)
-        if self._allowed is None or not self.start.tree.has_clusters:
-            return built
-        return fit_storage(built, self._allowed, self._least, self.build)
-
-
-def _rest_of(source: EntrySource, start: BuildStart, diagonal: Tensor) -> EntrySource:
-    """What the global part leaves of the matrix, as a source."""
-    part, rows = start.global_part, start.rows
-    if rows is not None and rows.is_split:
-        assert not isinstance(part, GlobalPart)
-        return SharedRest(source, rows, part, diagonal)
-    assert not isinstance(part, SharedPart)
-    return source if part is None else Remainder(source, part, diagonal)
-
-
-def _products_for(
-    rest: EntrySource, start: BuildStart, nodes: NodeShare | None, seed: int, max_kept: int
-) -> RandomProducts:
-    """The random products that a tree is built from: own rows, if ranks share the tree."""
-    sketch, held_out, share = start.sketch, start.held_out, RowShare(start.tree.permutation)
-    if isinstance(rest, SharedRest) and nodes is not None:
-        if nodes.is_shared:
-            own = OwnEntries(rest)
-            return RandomProducts(own, rest.share, seed, sketch, held_out, max_kept)
-        # The tree is small, and every rank builds all of it.
-        sketch, held_out = (
-            None if columns is None else tuple(padded(rest.share.whole(c[:-1])) for c in columns)
-            for columns in (sketch, held_out)
-        )
-    return RandomProducts(rest, share, seed, sketch, held_out, max_kept)
-
-
-def _plan(
-    source: EntrySource,
-    diagonal: Tensor,
-    options: Options,
-    allowed: int | None,
-    phases: Phases,
-    ranks: OneRank,
-) -> BuildStart:
-    """Choose global rank, leaf size and ordering, whichever are left open."""
-    ordering, tolerance = options.ordering, options.tolerance
-    assert tolerance is not None
-    orders = structural_orders(source)
-    if options.method == "sketch":
-        return prepare(
-            source,
-            diagonal,
-            tolerance,
-            leaf_size=options.leaf_size,
-            ordering=ordering,
-            global_rank=options.global_rank,
-            max_floats=allowed,
-            keep_diagonal=options.damping is not None,
-            workspace=options.workspace,
-            seed=options.seed,
-            orders=orders,
-            phases=phases,
-            ranks=ranks,
-        )
-    leaf_size = options.leaf_size or default_leaf_size(tolerance)
-    phases.describe("planning: ordering the rows")
-    if isinstance(ordering, str) and ordering == "auto":
-        tree = choose_tree(source, leaf_size, tolerance, diagonal, options.seed, orders)
-    else:
-        tree = cluster(
-            source,
-            leaf_size=leaf_size,
-            ordering=ordering,
-            seed=options.seed,
-            diagonal=diagonal,
-            orders=orders,
-        )
-    return BuildStart(None, tree, leaf_size)
-
-
-def _require_memory(
-    source: EntrySource, num_kept: int, options: Options, ranks: OneRank
-) -> None:
+def _require_memory(source: EntrySource, num_kept: int, options: Options, ranks: OneRank) -> None:
     """Check that there is memory for the least that is needed: leaf blocks, the first samples."""
     assert options.tolerance is not None
     leaf_size = options.leaf_size or default_leaf_size(options.tolerance)

@@ -32,8 +32,9 @@ def load(
     Args:
         path: the file, or the folder of a matrix that was spread over ranks.
         device: where the tensors shall live.
-        process_group: a group of `torch.distributed` whose ranks shall share the matrix of a folder.
-            There may be more or fewer of them than wrote it. Without it, one process reads all.
+        process_group: a group of `torch.distributed` whose ranks shall share the matrix of a
+            folder. There may be more or fewer of them than wrote it. Without it, one process
+            reads all.
 
     Raises:
         FileNotFoundError: there is no such file.

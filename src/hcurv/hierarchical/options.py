@@ -119,7 +119,7 @@ class Options:
             raise ValueError(
                 "a matrix is shared between ranks by its products"
                 f' (method="sketch"); {type(source).__name__} has'
-                f' {"products" if product else "none"}, and method={method!r} was asked for'
+                f" {'products' if product else 'none'}, and method={method!r} was asked for"
             )
         if self.near_budget:
             raise ValueError(

@@ -129,7 +129,7 @@ class GrowingNystrom:
 
     def _column_norms(self, columns: Tensor) -> Tensor:
         """Norms of tall columns, (k,)."""
-        norms = torch.linalg.vector_norm(columns, dim=0)
+        norms: Tensor = torch.linalg.vector_norm(columns, dim=0)
         if self._ranks.size == 1:
             return norms
         return self._ranks.sum(norms.double().square()).sqrt().to(norms.dtype)

@@ -65,8 +65,8 @@ def orthonormal(
         else:
             basis, values, _ = torch.linalg.svd(columns, full_matrices=False)
         least = max(torch.finfo(columns.dtype).eps, negligible)
-        basis = basis[:, values > least * values[:1]]
-        return basis
+        kept: Tensor = basis[:, values > least * values[:1]]
+        return kept
     for _ in range(rounds):
         gram = double_gram(columns, columns, ranks)
         norms = gram.diagonal().sqrt()

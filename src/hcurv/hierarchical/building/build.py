@@ -196,9 +196,7 @@ class Builder:
         sampler.begin((leaves, *dense), rows)
         return BuildState(tree.depth, rows, leaves, dense)
 
-    def _resume(
-        self, sampler: AdaptiveSampler, checkpoint: BuildCheckpoint
-    ) -> BuildState | None:
+    def _resume(self, sampler: AdaptiveSampler, checkpoint: BuildCheckpoint) -> BuildState | None:
         """What an interrupted build left, with the samples brought to its level."""
         state = checkpoint.load(self._nodes.leaf_bounds(self._tree))
         if state is None:

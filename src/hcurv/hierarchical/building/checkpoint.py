@@ -1,8 +1,8 @@
 """Checkpoints of a compression: what was planned, and what was built after each level.
 
-A checkpoint is a folder. ``plan-…`` files hold what a build starts from, ``build-…`` files its state
-after a level. Each rank writes its own files, and the state before is removed only once all ranks
-have written the next one. So an interruption at any time leaves a state that all ranks have.
+A checkpoint is a folder. Files ``plan-…`` hold what builds start from, ``build-…`` their state after
+a level. Each rank writes its own files, and the state before is removed only once all ranks have
+written the next one. So an interruption at any time leaves a state that all ranks have.
 """
 
 from __future__ import annotations
@@ -115,10 +115,14 @@ class Checkpoint:
             write_tensors(about, _FORMAT, {"diagonal": diagonal}, {"about": self._about})
             return
         if not about.is_file():
-            raise FileFormatError(f"{folder} is no checkpoint: it holds other files. Name a new folder")
+            raise FileFormatError(
+                f"{folder} is no checkpoint: it holds other files. Name a new folder"
+            )
         _, description, tensors = read_tensors(about, (_FORMAT,))
         known = description["about"]
-        names = [name for name in {**known, **self._about} if known.get(name) != self._about.get(name)]
+        names = [
+            name for name in {**known, **self._about} if known.get(name) != self._about.get(name)
+        ]
         if names:
             listed = ", ".join(
                 f"{name} was {known.get(name)} and is {self._about.get(name)}" for name in names
@@ -151,9 +155,7 @@ class Checkpoint:
         self._num_builds += 1
         if self._folder is None:
             return None
-        return BuildCheckpoint(
-            self._folder, f"build-{self._num_builds}", self._ranks, self._device
-        )
+        return BuildCheckpoint(self._folder, f"build-{self._num_builds}", self._ranks, self._device)
 
     def remove(self) -> None:
         """Remove the folder, once the compression has ended."""
@@ -217,7 +219,8 @@ def _make_start(
 ) -> BuildStart:
     from hcurv.hierarchical.building.construct import BuildStart
 
-    rows, part = None, None
+    rows = None
+    part: GlobalPart | SharedPart | None = None
     if "rows" in tensors:
         rows = RowShare(tensors["rows"], ranks, description["bounds"])
     if "global.factor" in tensors and rows is not None and rows.is_split:

@@ -272,7 +272,9 @@ def _diagonal_blocks(rest: EntrySource, tree: ClusterTree, nodes: NodeShare | No
     values = torch.zeros(bounds.numel() - 1, 1, 1, dtype=rest.dtype, device=rest.device)
     values[bounds.diff() > 0, 0, 0] = rest.diagonal()[rows]
     cut = 0 if own.cut is None else own.cut
-    levels, every, top = [], [], []
+    levels: list[Level] = []
+    every: list[Tensor] = []
+    top: list[Level] = []
     for depth in range(tree.depth, 0, -1):
         # Zeros that take no memory.
         whole = torch.zeros(1, dtype=torch.long, device=rest.device).expand(2**depth)

@@ -183,7 +183,7 @@ class OwnEntries:
         numbers = [b for b, _, _ in sizes]
         source, rank = self._rest.source, self._ranks.rank
         if not isinstance(source, SharedBlocks):
-            found = blocks(source, every_row, every_col).split(numbers)[rank]
+            found: Tensor = blocks(source, every_row, every_col).split(numbers)[rank]
             return found[:, : rows.shape[1], : cols.shape[1]].contiguous()
         terms = _term(source, every_row, every_col).split(numbers)
         flat = [t[:, :m, :k].reshape(-1) for t, (_, m, k) in zip(terms, sizes, strict=True)]

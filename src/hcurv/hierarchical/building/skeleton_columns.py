@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hcurv.hierarchical.parts.node_share import NodeShare
 from hcurv.hierarchical.building.sampler import LevelRows, Sampler
 from hcurv.hierarchical.building.shared_rest import OwnEntries
 from hcurv.hierarchical.building.sketch import SketchSampler
 from hcurv.hierarchical.parts.levels import Coupling, LeafBlocks, Level
+from hcurv.hierarchical.parts.node_share import NodeShare
 from hcurv.hierarchical.tree.block_pattern import BlockPattern
 from hcurv.operators import EntrySource
 from hcurv.sources import DenseMatrix

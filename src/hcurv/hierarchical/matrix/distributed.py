@@ -1,8 +1,8 @@
 """DistributedHMatrix: an HMatrix whose subtrees lie on different ranks.
 
 A tree is cut at a level with at least as many nodes as there are ranks. Each rank has some of these
-nodes with everything below them: rows of vectors, leaf blocks, bases and couplings. The couplings of
-the cut level and everything above are small, and on all ranks. So a product goes up the own
+nodes with everything below them: rows of vectors, leaf blocks, bases and couplings. The couplings
+of the cut level and everything above are small, and on all ranks. So a product goes up the own
 subtrees, exchanges the skeleton rows of the cut level, and comes down again: one message, whose
 length does not grow with N. Of a global part V Vᵀ each rank has its own rows of V.
 """
@@ -209,9 +209,7 @@ class DistributedHMatrix(HMatrix):
         if not self.nodes.is_shared:
             return self.top._tree_pairs(rows, cols)
         values = self.share.total(elements.pairs(self.own_matrix, rows, cols))
-        elements.add_coupled_pairs(
-            self.top, self._top_paths(rows), self._top_paths(cols), values
-        )
+        elements.add_coupled_pairs(self.top, self._top_paths(rows), self._top_paths(cols), values)
         return values
 
     def _top_paths(self, rows: Tensor) -> list[elements.Path]:

@@ -204,9 +204,7 @@ def find_pairs(coupling: Coupling, num_nodes: int, first: Tensor, second: Tensor
     return torch.where(known, order[places], -1)
 
 
-def _couple(
-    coupling: Coupling, num_nodes: int, nodes: Tensor, path: Path
-) -> tuple[Tensor, Tensor]:
+def _couple(coupling: Coupling, num_nodes: int, nodes: Tensor, path: Path) -> tuple[Tensor, Tensor]:
     """Return which vectors u of a path are coupled to the nodes, and B u for each of them."""
     found = []
     for values, places in (

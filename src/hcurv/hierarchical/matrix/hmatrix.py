@@ -399,7 +399,9 @@ class HMatrix(EntryOperator):
             True
         """
         nodes = self.nodes
-        return self.tree.permutation if nodes is None or not nodes.is_shared else nodes.share.own_rows
+        return (
+            self.tree.permutation if nodes is None or not nodes.is_shared else nodes.share.own_rows
+        )
 
     @property
     def hierarchical_part(self) -> HMatrix:

@@ -14,6 +14,7 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,11 +129,10 @@ def _common_tensors(matrix: DistributedHMatrix) -> dict[str, Tensor]:
     for number, ranks in enumerate(matrix.node_ranks):
         tensors[f"levels.{number}.ranks"] = ranks
     for name, tensor in top.items():
-        kind, _, rest = name.partition(".")
-        number, _, rest = rest.partition(".")
-        is_kept = kind == "levels" and not (number == "0" and not rest.startswith("couplings"))
-        if is_kept:
-            tensors[f"levels.{int(number) + lower}.{rest}"] = tensor
+        kind, place, rest = [*name.split(".", 2), ""][:3]
+        # The ranks and bases of the cut level are those of the whole tree, which are not here.
+        if kind == "levels" and (place != "0" or rest.startswith("couplings")):
+            tensors[f"levels.{int(place) + lower}.{rest}"] = tensor
     return tensors
 
 
@@ -164,9 +164,7 @@ def _write_index(matrix: DistributedHMatrix, folder: Path, mark: str) -> None:
     write_atomically(folder / INDEX, lambda name: Path(name).write_text(json.dumps(index)))
 
 
-def load_shards(
-    path: str | PathLike[str], device: torch.device | str, ranks: OneRank
-) -> HMatrix:
+def load_shards(path: str | PathLike[str], device: torch.device | str, ranks: OneRank) -> HMatrix:
     """Read a folder that `save_shards` wrote, with any number of ranks.
 
     Args:
@@ -189,19 +187,15 @@ def load_shards(
     return matrix
 
 
-class _explained:
-    """Says of any error in what was read that the folder is damaged."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        known = KeyError | TypeError | ValueError | RuntimeError | IndexError
-        if isinstance(error, known) and not isinstance(error, FileFormatError):
-            raise FileFormatError(f"{self._folder} is damaged: {error!r}; write it again") from error
+@contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    """Say of any error in what was read that the folder is damaged."""
+    try:
+        yield
+    except FileFormatError:
+        raise
+    except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
+        raise FileFormatError(f"{folder} is damaged: {error!r}; write it again") from error
 
 
 def _load_whole(

@@ -1,13 +1,14 @@
 """Which nodes of a tree a rank builds.
 
 A rank has one or several neighbouring nodes of the *cut level* and everything below them. What a
-rank knows of its own nodes is numbered from 0. What decides how a build goes on is made known to all
-ranks: numbers of rows and ranks of all nodes, never their blocks.
+rank knows of its own nodes is numbered from 0. What decides how a build goes on is made known to
+all ranks: numbers of rows and ranks of all nodes, never their blocks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -40,7 +41,8 @@ class NodeShare:
         if self.cut is None:
             return [0, 2**depth]
         size = self.share.ranks.size
-        return [(2**self.cut * rank // size) << (depth - self.cut) for rank in range(size + 1)]
+        nodes = [int(2**self.cut) * rank // size for rank in range(size + 1)]
+        return [node << (depth - self.cut) for node in nodes]
 
     def first(self, depth: int) -> int:
         """The number of the first own node of a level."""
@@ -49,7 +51,7 @@ class NodeShare:
     def num_nodes(self, depth: int) -> int:
         """The number of own nodes of a level."""
         if self.cut is None:
-            return 2**depth
+            return int(2**depth)
         return self.bounds(depth)[self.share.ranks.rank + 1] - self.first(depth)
 
     def leaf_bounds(self, tree: ClusterTree) -> Tensor:
@@ -64,8 +66,7 @@ class NodeShare:
         """One row for each node of a level, from those of the own nodes."""
         if self.cut is None:
             return values
-        bounds = self.bounds(depth)
-        counts = [b - a for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        counts = [b - a for a, b in pairwise(self.bounds(depth))]
         return self.share.ranks.collect(values, counts)
 
     def own_of(self, members: Tensor, depth: int) -> Tensor:
@@ -90,8 +91,7 @@ class NodeShare:
 
     def row_counts(self, counts: Tensor, depth: int) -> list[int]:
         """The number of rows of each rank on a level, from those of all its nodes."""
-        bounds = self.bounds(depth)
-        return [int(counts[a:b].sum()) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        return [int(counts[a:b].sum()) for a, b in pairwise(self.bounds(depth))]
 
     def largest(self, value: int) -> int:
         """The largest of one number of each rank."""

@@ -8,6 +8,7 @@ them, is on all ranks. In one process the run is all rows, and nothing is sent.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -106,7 +107,7 @@ class RowShare:
     @property
     def counts(self) -> list[int]:
         """Number of rows of each rank."""
-        return [b - a for a, b in zip(self.bounds[:-1], self.bounds[1:], strict=True)]
+        return [b - a for a, b in pairwise(self.bounds)]
 
     @property
     def own_rows(self) -> Tensor:
@@ -126,13 +127,6 @@ class RowShare:
         """‖X‖_F² of a tall matrix, from its own rows."""
         square = torch.linalg.vector_norm(values, dtype=torch.float64).square()
         return float(self.total(square))
-
-    def column_norms(self, values: Tensor) -> Tensor:
-        """The norms of the columns of a tall matrix, from its own rows, (k,)."""
-        if not self.is_split:
-            return torch.linalg.vector_norm(values, dim=0)
-        squares = torch.linalg.vector_norm(values, dim=0, dtype=torch.float64).square()
-        return self.total(squares).sqrt().to(values.dtype)
 
     def own(self, values: Tensor) -> Tensor:
         """The own rows of values that all ranks have whole, (M, k) → (m, k)."""
@@ -219,7 +213,9 @@ class RowShare:
         for start in range(0, num_columns, width):
             yield slice(start, start + width)
 
-    def normal(self, num_columns: int, generator: torch.Generator, like: EntrySource) -> Tensor:
+    def normal(
+        self, num_columns: int, generator: torch.Generator, like: EntrySource | MatrixProduct
+    ) -> Tensor:
         """Own rows of a Gaussian matrix (M, k), with a last row of zeros: (m + 1, k).
 
         Every rank draws all numbers, some rows at a time, so that the matrix is the same for any

@@ -75,9 +75,7 @@ def part_alone(
     panel = min(_PANEL_FLOATS, int(_PANEL_SHARE * max_working)) // source.shape[0]
     kernel = _Kernel(source, rows, max(_LEAST_PANEL, panel))
     every = torch.arange(kernel.shape[0], device=source.device)
-    known = SampledMatrix(
-        kernel, RowShare(every), seed, phases, max_working, wide=_FIRST_WIDTH
-    )
+    known = SampledMatrix(kernel, RowShare(every), seed, phases, max_working, wide=_FIRST_WIDTH)
     known.keep_no_pool()
     room = max_working // rows.numel() - _NUM_PANELS * kernel.panel
     rank = _rank(known, tolerance, room, source.shape[0])

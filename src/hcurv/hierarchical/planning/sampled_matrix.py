@@ -84,8 +84,7 @@ class SampledMatrix:
         self._num_forgotten = 0  # columns of the pool that were taken and not kept
         self._keeps_pool = True
         # A root that is spread over ranks is not used: its rows lie on the ranks of its points.
-        has_root = isinstance(source, RootedSource) and not share.is_split
-        root = source if has_root else None
+        root = source if isinstance(source, RootedSource) and not share.is_split else None
         self._root = root if root is not None and root.num_root_rows < rows.numel() else None
         multiply: Callable[[Tensor], Tensor] = self._multiply
         self._part = GrowingNystrom(multiply, self._root is not None, share.ranks)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -26,9 +26,11 @@ from torch import Tensor
 from hcurv.damping import Damping
 from hcurv.hierarchical.solving.elimination import IndefiniteError
 from hcurv.hierarchical.solving.factorize import factorize_levels
+from hcurv.hierarchical.solving.shared_solves import factorize_shared
 from hcurv.linalg import lanczos
 
 if TYPE_CHECKING:
+    from hcurv.hierarchical.matrix.distributed import DistributedHMatrix
     from hcurv.hierarchical.matrix.hmatrix import HMatrix
 
 __all__ = [
@@ -153,18 +155,10 @@ def is_definite(matrix: HMatrix, damping: float) -> bool:
         if matrix.nodes is None:
             factorize_levels(matrix, damping, keep=False)
         else:
-            _factorize_shared(matrix, damping)
+            factorize_shared(cast("DistributedHMatrix", matrix), damping, keep=False)
     except IndefiniteError:
         return False
     return True
-
-
-def _factorize_shared(matrix: HMatrix, damping: float) -> None:
-    from hcurv.hierarchical.matrix.distributed import DistributedHMatrix
-    from hcurv.hierarchical.solving.shared_solves import factorize_shared
-
-    assert isinstance(matrix, DistributedHMatrix)
-    factorize_shared(matrix, damping, keep=False)
 
 
 def least_damping(matrix: HMatrix) -> tuple[float, float]:

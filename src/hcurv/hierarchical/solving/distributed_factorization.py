@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -73,9 +73,7 @@ class DistributedFactorization(Factorization):
             logarithm += update.log_determinant
             num_negative += update.num_negative
             self._shared_update = update
-        super().__init__(
-            matrix.tree, factors.own, damping, logarithm, num_negative, matrix.dtype
-        )
+        super().__init__(matrix.tree, factors.own, damping, logarithm, num_negative, matrix.dtype)
         self.own_rows = share.own_rows
         total = share.total(torch.tensor([self._num_own]))
         self._num_total = int(total) + self._num_top
@@ -87,8 +85,14 @@ class DistributedFactorization(Factorization):
 
     @property
     def _num_top(self) -> int:
+        """Number of floats that every rank stores."""
         levels = () if self._solves.top is None else self._solves.top.levels
-        return sum(step.num_stored for level in levels for step in level.eliminations)
+        total = sum(step.num_stored for level in levels for step in level.eliminations)
+        if self._shared_update is not None:
+            total += self._shared_update.values.numel()
+        if not self._damping.is_number:
+            total += self.tree.size - self.tree.num_kept  # D itself is needed in the zero rows
+        return total
 
     @property
     def num_stored(self) -> int:
@@ -115,7 +119,7 @@ class DistributedFactorization(Factorization):
         solved = solves.solve(rhs)
         return solved if update is None else update.correct(rhs, solved)
 
-    def to(self, device: DeviceLike = None, dtype: torch.dtype | None = None) -> Factorization:
+    def to(self, device: DeviceLike = None, dtype: torch.dtype | None = None) -> NoReturn:
         """Refuse: convert the matrix, and factorize that."""
         raise NotFactorizableError(
             "a factorization that is spread over ranks is not converted: convert the matrix with"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from hcurv.operators import SymmetricOperator
 from hcurv.sources import as_operator
 
 if TYPE_CHECKING:
+    from hcurv.hierarchical.matrix.distributed import DistributedHMatrix
     from hcurv.hierarchical.matrix.hmatrix import HMatrix
 
 __all__ = ["Factorization", "factorize", "try_factorize"]
@@ -329,13 +330,12 @@ def try_factorize(matrix: HMatrix, damping: Damping, definite: bool = True) -> F
 
 def _try_shared(matrix: HMatrix, damping: Damping, definite: bool) -> Factorization | None:
     """The same for a matrix that is spread over ranks."""
-    from hcurv.hierarchical.matrix.distributed import DistributedHMatrix
     from hcurv.hierarchical.solving.distributed_factorization import try_factorize_shared
 
-    assert isinstance(matrix, DistributedHMatrix)
-    with matrix.share.ranks.agreed():
+    shared = cast("DistributedHMatrix", matrix)
+    with shared.share.ranks.agreed():
         _check_finite(matrix)
-    return try_factorize_shared(matrix, damping, definite)
+    return try_factorize_shared(shared, damping, definite)
 
 
 def _check_finite(matrix: HMatrix) -> None:

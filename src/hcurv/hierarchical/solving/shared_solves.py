@@ -33,7 +33,13 @@ from hcurv.linalg.nystrom import double_gram, orthonormal
 if TYPE_CHECKING:
     from hcurv.hierarchical.matrix.distributed import DistributedHMatrix
 
-__all__ = ["SharedFactors", "SharedSolves", "SharedUpdate", "factorize_shared", "make_shared_update"]
+__all__ = [
+    "SharedFactors",
+    "SharedSolves",
+    "SharedUpdate",
+    "factorize_shared",
+    "make_shared_update",
+]
 
 # As in `tree_solves`: vectors are taken some columns at a time.
 _COLUMN_FLOATS = 2**23
