@@ -135,6 +135,10 @@ def compress(
         >>> x, exact = A.factorize(1e-2).solve(H @ b), H.factorize(1e-2).solve(H @ b)
         >>> bool((x - exact).norm() < 0.05 * exact.norm())
         True
+
+        A long compression that may be interrupted goes on when the same call is made again:
+
+        >>> A = hcurv.compress(H, tolerance=1e-2, checkpoint="A-checkpoint")
     """
     options = check_options(
         accuracy=accuracy,

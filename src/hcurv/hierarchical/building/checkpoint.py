@@ -1,8 +1,8 @@
 """Checkpoints of a compression: what was planned, and what was built after each level.
 
-A checkpoint is a folder. Files ``plan-…`` hold what builds start from, ``build-…`` their state after
-a level. Each rank writes its own files, and the state before is removed only once all ranks have
-written the next one. So an interruption at any time leaves a state that all ranks have.
+A checkpoint is a folder. Files ``plan-…`` hold what builds start from, ``build-…`` their states
+after a level. Each rank writes its own files, and the state before is removed only once all ranks
+have written the next one. So an interruption at any time leaves a state that all ranks have.
 """
 
 from __future__ import annotations
