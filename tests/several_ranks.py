@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import tempfile
 import time
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Outcome", "run_ranks"]
+__all__ = ["Outcome", "die", "run_ranks", "values_of"]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["hcurv", "torch.distributed", "pytest", "safetensors.torch"])
@@ -47,8 +48,8 @@ def run_ranks(
     num_ranks: int,
     function: Callable[..., object],
     *args: object,
-    time_limit: float = 60.0,
-    group_timeout: float = 20.0,
+    time_limit: float = 240.0,
+    group_timeout: float = 60.0,
 ) -> list[Outcome]:
     """Call ``function(*args)`` on every rank, where ``torch.distributed`` is initialised.
 
@@ -110,7 +111,7 @@ def _receive(receiver: Connection, deadline: float) -> Outcome:
     if not wait([receiver], max(0.0, deadline - time.monotonic())):
         raise TimeoutError("the ranks did not end in time: somebody waits for ever")
     try:
-        outcome = receiver.recv()
+        outcome = pickle.loads(receiver.recv_bytes())
     except EOFError:  # The process was killed.
         return Outcome()
     assert isinstance(outcome, Outcome)
@@ -141,7 +142,8 @@ def _one_rank(
         outcome = Outcome(value=function(*args))
     except Exception as error:
         outcome = Outcome(error=error, trace=traceback.format_exc())
-    sender.send(outcome)
+    # Plain bytes: `send` would share the memory of tensors, which ends with this process.
+    sender.send_bytes(pickle.dumps(outcome))
     sender.close()
     # Without this, a rank that ends early looks to the others like one that has crashed.
     if distributed.is_initialized() and outcome.error is None:

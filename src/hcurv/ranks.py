@@ -14,6 +14,7 @@ Two rules keep ranks from waiting for one another for ever:
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["OneRank", "Ranks", "RanksError", "Traffic", "ranks_of"]
+
+
+# An error lists this many differences between ranks at the most.
+_MOST_DIFFERENCES = 4
 
 
 class RanksError(RuntimeError):
@@ -94,6 +99,10 @@ class OneRank:
         """
         return [tensor]
 
+    def gather_texts(self, text: str) -> list[str]:
+        """The texts of all ranks, in the order of the ranks, on every rank."""
+        return [text]
+
     def scatter_sum(self, tensor: Tensor, counts: Sequence[int]) -> Tensor:
         """The sum of a tensor over all ranks, of which each rank receives its own rows.
 
@@ -118,7 +127,7 @@ class OneRank:
         """
         return tensor
 
-    def agree(self, error: Exception | None = None) -> None:
+    def agree(self, error: Exception | None = None, **arguments: Tensor) -> None:
         """Let every rank raise an error that any rank has met; return where there is none.
 
         The rank that met it raises it as it is. The others raise one of the same kind, where it is
@@ -126,22 +135,38 @@ class OneRank:
 
         Args:
             error: what this rank has met, or None.
+            arguments: tensors that all ranks must have passed alike, by name.
+
+        Raises:
+            RanksError: some ranks have other arguments. They are compared by their shapes and by
+                a sum of their bits, which costs one look at them.
         """
         if error is not None:
             raise error
 
     @contextmanager
-    def agreed(self) -> Iterator[None]:
+    def agreed(self, **arguments: Tensor) -> Iterator[None]:
         """Run a block that can fail on some ranks, and end it with `agree` on all of them.
 
         The block itself must not wait for other ranks.
+
+        Args:
+            arguments: tensors that all ranks must have passed alike, by name.
         """
         error: Exception | None = None
         try:
             yield
         except Exception as caught:
             error = caught
-        self.agree(error)
+        self.agree(error, **arguments)
+
+    def most(self, numbers: Sequence[float]) -> tuple[float, ...]:
+        """The largest of each of some numbers over all ranks, on every rank.
+
+        Decisions that depend on time or on free memory are made from such numbers, so that all
+        ranks decide alike.
+        """
+        return tuple(numbers)
 
     def same(self, **values: object) -> None:
         """Make sure that all ranks have the same values; the error names those that differ.
@@ -247,41 +272,58 @@ class Ranks(OneRank):
         self._call("broadcast", sent, lambda: self._torch.broadcast(sent, origin, self._group))
         return tensor if sent is tensor else tensor.copy_(sent)
 
-    def agree(self, error: Exception | None = None) -> None:
-        """One sum of a flag for each rank; texts are sent only if there is an error."""
-        flags = torch.zeros(self.size, dtype=torch.int32)
-        flags[self.rank] = error is not None
-        sent = self._sendable(flags)
+    def agree(self, error: Exception | None = None, **arguments: Tensor) -> None:
+        """One sum of a flag and a digest for each rank; texts follow only if there is an error."""
+        states = torch.zeros(self.size, 2, dtype=torch.int64)
+        states[self.rank, 0] = error is not None
+        states[self.rank, 1] = _bit_sum(arguments)
+        sent = self._sendable(states)
         self._call("agree", sent, lambda: self._torch.all_reduce(sent, group=self._group))
-        failed = sent.nonzero()[:, 0].tolist()
+        flags, digests = sent.cpu().T
+        failed = flags.nonzero()[:, 0].tolist()
         if not failed:
+            others = (digests != digests[0]).nonzero()[:, 0].tolist()
+            if others:
+                raise RanksError(
+                    f"all ranks must pass the same {' and '.join(arguments)}; those of ranks"
+                    f" {_listed(others)} differ from those of rank 0"
+                )
             return
         text = "" if error is None else f"{_kind(error)}\n{error}"
-        texts = self._gather_texts(text)
+        texts = self.gather_texts(text)
         if error is not None:
             raise error
         kind, _, message = texts[failed[0]].partition("\n")
         others = f" (and ranks {_listed(failed[1:])})" if failed[1:] else ""
         raise _KINDS.get(kind, RanksError)(f"rank {failed[0]}{others}: {message}")
 
+    def most(self, numbers: Sequence[float]) -> tuple[float, ...]:
+        """Gather, and take the largest."""
+        own = torch.tensor([float(number) for number in numbers], dtype=torch.float64)
+        return tuple(torch.stack(self._gather_equal("most", own)).amax(0).tolist())
+
     def same(self, **values: object) -> None:
         """Gather one digest, and if digests differ, what they are made of."""
-        texts = {name: _described(value) for name, value in values.items()}
-        digest = hashlib.sha256(repr(sorted(texts.items())).encode()).digest()
-        own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-        digests = self._gather_equal("same", own)
+        text = json.dumps({name: _described(value) for name, value in values.items()})
+        digest = bytearray(hashlib.sha256(text.encode()).digest())
+        digests = self._gather_equal("same", torch.frombuffer(digest, dtype=torch.uint8))
         if all(torch.equal(digests[0], other) for other in digests[1:]):
             return
+        everywhere = [json.loads(found) for found in self.gather_texts(text)]
         differences = []
-        for name, text in texts.items():
-            found: dict[str, list[int]] = {}
-            for rank, other in enumerate(self._gather_texts(text)):
-                found.setdefault(other, []).append(rank)
-            if len(found) > 1:
-                parts = [f"{value} on ranks {_listed(ranks)}" for value, ranks in found.items()]
+        for name in dict.fromkeys(name for found in everywhere for name in found):
+            holders: dict[str, list[int]] = {}
+            for rank, found in enumerate(everywhere):
+                holders.setdefault(found.get(name, "absent"), []).append(rank)
+            if len(holders) > 1:
+                parts = [f"{value} on ranks {_listed(some)}" for value, some in holders.items()]
                 differences.append(f"{name} is " + ", but ".join(parts))
+        more = len(differences) - _MOST_DIFFERENCES
+        listed = "; ".join(differences[:_MOST_DIFFERENCES])
         raise RanksError(
-            "all ranks of a process group must pass the same arguments; " + "; ".join(differences)
+            "all ranks of a process group must pass the same arguments; "
+            + listed
+            + (f"; and {more} more differ" if more > 0 else "")
         )
 
     def collect(self, tensor: Tensor, counts: Sequence[int]) -> Tensor:
@@ -303,8 +345,8 @@ class Ranks(OneRank):
         self._call(name, sent, lambda: self._torch.all_gather(pieces, sent, group=self._group))
         return [piece.to(tensor.device) for piece in pieces]
 
-    def _gather_texts(self, text: str) -> list[str]:
-        """One text of each rank."""
+    def gather_texts(self, text: str) -> list[str]:
+        """Texts as bytes."""
         own = torch.frombuffer(bytearray(text.encode() + b"\n"), dtype=torch.uint8)
         return [bytes(piece.tolist()).decode()[:-1] for piece in self.gather(own)]
 
@@ -393,6 +435,18 @@ def _described(value: object) -> str:
     contents = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     digest = hashlib.sha256(contents.data).hexdigest()[:12]
     return f"a tensor {tuple(value.shape)} of {value.dtype} with digest {digest}"
+
+
+def _bit_sum(arguments: dict[str, Tensor]) -> int:
+    """A number that differs between most tensors that differ, and is the same on all machines."""
+    total = 0
+    for tensor in arguments.values():
+        for number in (tensor.ndim, *tensor.shape):
+            total = (total * 1_000_003 + number) % 2**61
+        whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        bits = tensor.detach().contiguous().view(whole[tensor.element_size()])
+        total = (total + int(bits.sum(dtype=torch.int64))) % 2**61
+    return total
 
 
 def _listed(ranks: Sequence[int]) -> str:
