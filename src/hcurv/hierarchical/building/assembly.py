@@ -35,7 +35,11 @@ _REQUEST_ENTRIES = 2**17
 
 
 def leaf_blocks(
-    source: EntrySource, rows: Tensor, bounds: Tensor, ranks: OneRank | None = None
+    source: EntrySource,
+    rows: Tensor,
+    bounds: Tensor,
+    ranks: OneRank | None = None,
+    width: int | None = None,
 ) -> LeafBlocks:
     """Diagonal blocks of all leaves.
 
@@ -44,9 +48,11 @@ def leaf_blocks(
         rows: all its rows in tree order, (M,).
         bounds: where the leaves begin and end, (number of leaves + 1,).
         ranks: the ranks that do the same for other leaves; None for one process.
+        width: rows of the largest leaf of all ranks; None if all leaves are here.
     """
     counts = bounds.diff()
-    width, num_leaves = int(counts.max()), counts.numel()  # leaves differ by one row at most
+    width = int(counts.max()) if width is None else width  # leaves differ by one row at most
+    num_leaves = counts.numel()
     with (OneRank() if ranks is None else ranks).agreed():
         require_bytes(
             num_leaves * width**2 * source.dtype.itemsize,

@@ -183,7 +183,8 @@ class Builder:
         self._phases.describe(f"building: blocks of {2**tree.depth} leaves")
         with self._phases.timed("leaf blocks"):
             source = self._entries()
-            leaves = leaf_blocks(source, order, bounds, nodes.share.ranks)
+            width = int(tree.bounds(tree.depth).diff().max())
+            leaves = leaf_blocks(source, order, bounds, nodes.share.ranks, width)
             _finish(source)
             pairs = self._pattern.dense_pairs()
             dense = make_couplings(self._source, order, bounds.diff(), pairs)

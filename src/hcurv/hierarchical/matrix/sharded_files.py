@@ -26,7 +26,7 @@ from hcurv.files import check_target, write_atomically
 from hcurv.hierarchical.matrix import storage
 from hcurv.hierarchical.matrix.file_format import FileFormatError, read_tensors, write_tensors
 from hcurv.hierarchical.matrix.hmatrix import HMatrix
-from hcurv.hierarchical.matrix.sharding import whole_tensors, widened
+from hcurv.hierarchical.matrix.sharding import whole_tensors
 from hcurv.hierarchical.matrix.split import own_part
 from hcurv.ranks import OneRank
 
@@ -101,8 +101,6 @@ def _write_shard(matrix: DistributedHMatrix, folder: Path, mark: str) -> None:
     if nodes.is_shared:
         first_leaf = nodes.first(matrix.tree.depth)
         tensors |= whole_tensors(matrix)
-        width = int(matrix.tree.bounds(matrix.tree.depth).diff().max())
-        tensors["leaves.values"] = widened(tensors["leaves.values"], width)
     if matrix.global_part is not None:
         tensors["global.rows"] = matrix.own_rows
         tensors["global.factor"] = matrix.global_part.factor

@@ -19,7 +19,7 @@ from hcurv.hierarchical.parts.node_share import NodeShare
 if TYPE_CHECKING:
     from hcurv.hierarchical.matrix.distributed import DistributedHMatrix
 
-__all__ = ["Offsets", "gathered_tree", "level_offsets", "whole_tensors", "widened"]
+__all__ = ["Offsets", "gathered_tree", "level_offsets", "whole_tensors"]
 
 
 @dataclass(frozen=True)
@@ -96,16 +96,8 @@ def gathered_tree(matrix: DistributedHMatrix) -> tuple[LeafBlocks, tuple[Level, 
     """The leaf blocks and levels of all ranks, on every rank."""
     ranks = matrix.share.ranks
     own = whole_tensors(matrix)
-    width = int(matrix.tree.bounds(matrix.tree.depth).diff().max())
-    own["leaves.values"] = widened(own["leaves.values"], width)
     found = {name: torch.cat(ranks.gather(tensor)) for name, tensor in own.items()}
     return _assembled(matrix, found)
-
-
-def widened(leaves: Tensor, width: int) -> Tensor:
-    """Leaf blocks (B, m, m), filled up with zeros to a larger width."""
-    missing = width - leaves.shape[1]
-    return torch.nn.functional.pad(leaves, (0, missing, 0, missing)) if missing else leaves
 
 
 def _assembled(
