@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hcurv.hierarchical.parts.levels import Basis, Coupling, LeafBlocks, Level
 from hcurv.hierarchical.parts.node_share import NodeShare
+from hcurv.ranks import OneRank
 
 if TYPE_CHECKING:
     from hcurv.hierarchical.matrix.distributed import DistributedHMatrix
@@ -94,10 +95,38 @@ def whole_tensors(matrix: DistributedHMatrix) -> dict[str, Tensor]:
 
 def gathered_tree(matrix: DistributedHMatrix) -> tuple[LeafBlocks, tuple[Level, ...]]:
     """The leaf blocks and levels of all ranks, on every rank."""
-    ranks = matrix.share.ranks
-    own = whole_tensors(matrix)
-    found = {name: torch.cat(ranks.gather(tensor)) for name, tensor in own.items()}
-    return _assembled(matrix, found)
+    return _assembled(matrix, _gathered(whole_tensors(matrix), matrix.share.ranks))
+
+
+def _gathered(own: dict[str, Tensor], ranks: OneRank) -> dict[str, Tensor]:
+    """Tensors of all ranks, joined along their first axis, in few messages.
+
+    Args:
+        own: those of this rank. All ranks have the same names, and sizes of the other axes.
+        ranks: the ranks.
+    """
+    lengths = ranks.gather(torch.tensor([[tensor.shape[0] for tensor in own.values()]]))
+    found: dict[str, list[Tensor]] = {name: [] for name in own}
+    for is_float in (False, True):
+        chosen = [
+            (number, name, tensor)
+            for number, (name, tensor) in enumerate(own.items())
+            if tensor.is_floating_point() == is_float
+        ]
+        if not chosen:
+            continue
+        sizes = [
+            [int(length[0, number]) * tensor.shape[1:].numel() for number, _, tensor in chosen]
+            for length in lengths
+        ]
+        flat = torch.cat([tensor.reshape(-1) for _, _, tensor in chosen])
+        every = ranks.collect(flat, [sum(size) for size in sizes]).split([sum(s) for s in sizes])
+        for size, length, values in zip(sizes, lengths, every, strict=True):
+            parts = zip(values.split(size), chosen, strict=True)
+            for part, (number, name, tensor) in parts:
+                shape = (int(length[0, number]), *tensor.shape[1:])
+                found[name].append(part.view(shape))
+    return {name: torch.cat(parts) for name, parts in found.items()}
 
 
 def _assembled(
