@@ -203,6 +203,8 @@ def _bad_calls(rank: int, folder: str) -> list[object]:
     values = CASES["tree"][0]
     return [
         lambda: hcurv.compress(values, process_group=group, seed=rank),
+        lambda: hcurv.compress((1 + rank) * values, process_group=group),
+        lambda: hcurv.compress(values / (1 - rank), process_group=group),
         lambda: hcurv.compress(values, process_group=group, near_budget=0.1),
         lambda: hcurv.compress(values, process_group=group, method="neighbors"),
         lambda: _compressed("uncut").save(folder),
@@ -351,6 +353,8 @@ def test_a_build_on_ranks_is_resumed_after_each_level(runs, alone):
 def test_bad_calls_fail_on_all_ranks_alike(runs):
     expected = [
         (RanksError.__name__, "seed"),
+        (RanksError.__name__, "diagonal"),
+        ("ValueError", "NaN or infinite"),
         ("ValueError", "near_budget"),
         ("ValueError", 'method="sketch"'),
         ("FileExistsError", "other files"),

@@ -157,11 +157,15 @@ def compress(
         workspace=workspace,
     )
     ranks = ranks_behind(source)
-    if ranks.size == 1:
+    is_private = ranks.size == 1
+    if is_private:
         ranks = ranks_of(process_group)
     ranks.same(**vars(options))
     with torch.no_grad(), closing(Phases(progress and ranks.first)) as phases:
-        matrix = as_source(source)
+        with ranks.agreed():
+            matrix = as_source(source)
+        if is_private:
+            ranks.same(diagonal=matrix.diagonal())
         own = options.for_source(matrix, ranks)
         _check_checkpoint(own, checkpoint)
         saved = Checkpoint(checkpoint, ranks, _asked(own), matrix.diagonal())

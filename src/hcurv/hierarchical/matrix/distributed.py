@@ -10,7 +10,7 @@ length does not grow with N. Of a global part V Vᵀ each rank has its own rows 
 from __future__ import annotations
 
 from os import PathLike
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from hcurv.hierarchical.parts.node_share import NodeShare
 from hcurv.hierarchical.parts.row_share import RowShare
 from hcurv.hierarchical.parts.shared_part import SharedPart
 from hcurv.hierarchical.tree.cluster_tree import ClusterTree, SubtreeForest
+from hcurv.operators import EntrySource
 
 __all__ = ["DistributedHMatrix", "make_top"]
 
@@ -268,6 +269,14 @@ class DistributedHMatrix(HMatrix):
             global_part=moved,
             dtype=dtype,
         )
+
+    def refresh(self, matrix: EntrySource | Tensor, seed: int = 0) -> NoReturn:
+        """Refuse: this is for matrices of one process."""
+        raise ValueError("a matrix on several ranks is not refreshed: compress again, or gather it")
+
+    def plot(self, max_levels: int = 6) -> NoReturn:
+        """Refuse: this is for matrices of one process."""
+        raise ValueError("a matrix on several ranks is not drawn: use A.gather().plot()")
 
     def with_leaves(self, leaves: LeafBlocks) -> HMatrix:
         """Return this matrix with other diagonal blocks of this rank."""
