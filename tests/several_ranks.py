@@ -24,7 +24,18 @@ import torch
 __all__ = ["Outcome", "die", "run_ranks", "values_of"]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["hcurv", "torch.distributed", "pytest", "safetensors.torch"])
+_CONTEXT.set_forkserver_preload(
+    [
+        "pytest",
+        "safetensors.torch",
+        "torch.distributed",
+        "torch.func",
+        "torch.fx",
+        "hcurv.inversion.factorize",
+        "hcurv.hierarchical.compress",
+        "every_request",
+    ]
+)
 
 
 @dataclass

@@ -37,7 +37,12 @@ _MOST_DIFFERENCES = 4
 
 
 class RanksError(RuntimeError):
-    """The ranks of a process group do not work together: one has ended, or has other arguments."""
+    """The ranks of a process group do not work together: one has ended, or has other arguments.
+
+    Examples:
+        >>> issubclass(hcurv.RanksError, RuntimeError)
+        True
+    """
 
 
 @dataclass
