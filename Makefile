@@ -5,10 +5,12 @@ BENCH ?= entries
 PARTS ?=
 DATA ?= $(HCURV_DATA)
 TORCH ?=
+SECONDS ?= 600
+SEED ?= 0
 TORCH_INDEX ?=
 TORCH_VENV := .venv-torch-$(if $(TORCH),$(subst *,x,$(TORCH)),newest)
 
-.PHONY: setup demo test lint docs unit package test-interop test-torch test-plans bench clean
+.PHONY: setup demo test lint docs unit package test-interop test-torch test-plans fuzz faults soak bench clean
 
 setup: .venv/installed
 
@@ -74,6 +76,17 @@ $(TORCH_VENV)/installed: pyproject.toml
 
 test-plans: setup
 	HCURV_DATA=$(DATA) $(BIN)/python -m pytest -m slow
+
+# Random models, losses, data, options and files against a dense oracle: make fuzz SECONDS=600 SEED=1
+fuzz: setup
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m fuzz --seconds $(SECONDS) --seed $(SEED)
+
+# 1000 interruptions and 200 killed processes; and mixed calls for a long time: make soak SECONDS=1800
+faults: setup
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m faults --seed $(SEED)
+
+soak: setup
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m faults soak --seconds $(SECONDS) --seed $(SEED)
 
 # curvlinops and backpack are installed without their dependencies: they ask for torchvision,
 # which the parts used here do not need.

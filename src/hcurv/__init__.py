@@ -45,6 +45,7 @@ __all__ = [
     "Prediction",
     "Pruning",
     "PruningStep",
+    "RanksError",
     "SampledEntries",
     "SamplingError",
     "Score",
@@ -107,6 +108,7 @@ if TYPE_CHECKING:
     from hcurv.network.sampling_accuracy import SamplingError, num_samples_for, sampling_error
     from hcurv.network.tracing import UnsupportedModelError
     from hcurv.operators import EntrySource, SymmetricOperator
+    from hcurv.ranks import RanksError
     from hcurv.report.compare_methods import compare
     from hcurv.report.comparison import ComparedMethod, Comparison
     from hcurv.report.inverse_errors import InverseError
@@ -146,6 +148,7 @@ else:  # hidden from type checkers, which would otherwise accept any name
         "network.sampling_accuracy": ("SamplingError", "num_samples_for", "sampling_error"),
         "network.tracing": ("UnsupportedModelError",),
         "operators": ("EntrySource", "SymmetricOperator"),
+        "ranks": ("RanksError",),
         "report.compare_methods": ("compare",),
         "report.comparison": ("ComparedMethod", "Comparison"),
         "report.inverse_errors": ("InverseError",),

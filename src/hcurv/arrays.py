@@ -6,6 +6,7 @@ arrays are converted, and results are tensors.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, TypeVar
@@ -56,13 +57,21 @@ def as_tensors(item: Any, dtype: torch.dtype) -> Any:
 
 
 def takes_arrays(method: _Method) -> _Method:
-    """Let a method of an operator take and return vectors as NumPy arrays, too."""
+    """Let a method of an operator take its first argument, by place or by name, as a NumPy array.
+
+    What it returns is then an array as well.
+    """
+    name = list(inspect.signature(method).parameters)[1]
 
     @wraps(method)
-    def run(self: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        values = args[0] if args else kwargs.get(name)
         if not isinstance(values, np.ndarray):
-            return method(self, values, *args, **kwargs)
-        found = method(self, as_tensor(values, self.dtype, self.device), *args, **kwargs)
-        return found.detach().cpu().numpy()
+            return method(self, *args, **kwargs)
+        if args:
+            args = (as_tensor(values, self.dtype, self.device), *args[1:])
+        else:
+            kwargs[name] = as_tensor(values, self.dtype, self.device)
+        return method(self, *args, **kwargs).detach().cpu().numpy()
 
     return run  # type: ignore[return-value]

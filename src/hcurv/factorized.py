@@ -297,6 +297,13 @@ class Factorized(SymmetricOperator):
         self._check_rows(rows)
         q = rows.rows_per_point
         step = max(1, min(_PANEL_FLOATS // self.shape[0], _PANEL_ROWS) // q)
+        panel = min(step * q, rows.shape[0]) * self.shape[0] * self.dtype.itemsize
+        require_bytes(
+            3 * panel,  # the rows, their transpose, and what is solved
+            self.device,
+            f"variances of {min(step * q, rows.shape[0])} rows of derivatives at a time",
+            ("use fewer points", "use the diagonal or K-FAC"),
+        )
         with torch.no_grad():
             parts = [self._covariances(chunk, q) for chunk in rows.chunks(step, progress)]
         return torch.cat(parts)

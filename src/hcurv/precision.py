@@ -55,10 +55,16 @@ def full_precision(function: Callable[Params, Result]) -> Callable[Params, Resul
 
     @functools.wraps(function)
     def run(*args: Params.args, **kwargs: Params.kwargs) -> Result:
-        if not _is_reduced():
-            return function(*args, **kwargs)
-        with _full():
-            return function(*args, **kwargs)
+        grad_mode = torch.is_grad_enabled()
+        try:
+            if not _is_reduced():
+                return function(*args, **kwargs)
+            with _full():
+                return function(*args, **kwargs)
+        except BaseException:
+            # `torch.no_grad` misses an interruption that comes just when it is entered or left.
+            torch._C._set_grad_enabled(grad_mode)
+            raise
 
     return run
 

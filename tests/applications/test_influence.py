@@ -350,7 +350,7 @@ def test_sensitivity_is_the_rank_correlation_with_other_dampings() -> None:
         other = dense_scores(problem, 0.01 * factor, queries)
         expected = float(rank_correlations(base, other).mean())
         assert found[factor] == pytest.approx(expected, abs=1e-3)
-    with pytest.raises(ValueError, match="factors must be positive; got -1"):
+    with pytest.raises(ValueError, match="factors must be positive and finite; got -1"):
         infl.damping_sensitivity(queries, factors=(-1,))
 
 

@@ -101,7 +101,7 @@ def test_other_losses(name: str) -> None:
     ("options", "message"),
     [
         ({"data": normal(3, 12)}, "the step needs targets"),
-        ({"damping": 0.0}, "damping must be positive; got 0.0"),
+        ({"damping": 0.0}, "damping must be positive and finite; got 0"),
         ({"preconditioner": "ilu"}, 'must be "diagonal", "hierarchical", None'),
         ({"compression": {"tolerance": 1e-3}}, "compression is for"),
     ],

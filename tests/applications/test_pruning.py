@@ -517,7 +517,7 @@ def test_record_and_table() -> None:
         ({"schedule": []}, ValueError, "schedule must be a number of steps"),
         ({"stages": 0}, ValueError, "stages must be an integer"),
         ({"corrections": -1}, ValueError, "corrections must be an integer of at least 0"),
-        ({"damping": 0.0}, ValueError, "damping must be positive; got 0.0"),
+        ({"damping": 0.0}, ValueError, "damping must be positive and finite; got 0"),
         ({"num_points": 61}, ValueError, "num_points must be an integer from 1 to 60"),
         ({"bias": True, "structure": "units"}, ValueError, "bias=True is for"),
         ({"leave_out": ["3"]}, KeyError, "no trainable parameter or layer is called '3'"),

@@ -36,7 +36,10 @@ def test_kernel_matrices(
     assert float(torch.linalg.eigvalsh(matrix.to_dense().double())[0]) > -0.6 * damping
     assert matrix.relative_error(dense) <= max(1.6 * plain, tolerance)
     for factor in (1.0, 3.0, 1e4):
-        matrix.factorize(factor * damping)
+        with warnings.catch_warnings():
+            if dtype == torch.float32 and factor * relative < 1e-4:  # residuals may be large
+                warnings.simplefilter("ignore", hcurv.AccuracyWarning)
+            matrix.factorize(factor * damping)
 
 
 @pairwise(name=NETWORKS, dtype=DTYPES, relative=(1e-2, 1e-5))

@@ -146,7 +146,9 @@ def test_tiny_matrices(size: int, seed: int) -> None:
 
 @pytest.mark.parametrize("share", [0.0, -1.0, float("inf"), float("nan")])
 def test_bad_storage(share: float) -> None:
-    with pytest.raises(ValueError, match="max_storage is a share of N², positive; got"):
+    with pytest.raises(
+        ValueError, match="max_storage, a share of N², must be positive and finite; got"
+    ):
         hcurv.compress(torch.eye(4), max_storage=share)
     with pytest.raises(ValueError, match="max_storage needs products"):
         hcurv.compress(kernel_matrix("gaussian", 20, 1), max_storage=0.5, method="neighbors")

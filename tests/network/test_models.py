@@ -16,7 +16,7 @@ import oracles
 from cases import assert_close, both_dtypes, labels, normal, seeded
 from conformance import check_operator
 from hcurv.network.model.per_point import PerPointColumns
-from models import LAYERS, Call, ModelCase, all_layers, parameter
+from models import LAYERS, VECTORS, Call, ModelCase, all_layers, parameter
 from odd_models import ODD, all_odd
 
 # Rounding units of the largest entry: a relative error of 2e-12 in double precision.
@@ -280,3 +280,13 @@ def test_recurrence_of_any_shape(count: int, length: int, cuts: list[int]) -> No
         lambda: Call(lambda self, x: self.f(x.transpose(0, 1))[0].sum(0), f=nn.GRU(2, 2))
     )
     check_shapes(model, normal(count, length, 2), [c for c in cuts if c < count])
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_the_slope_of_prelu_is_shared_by_all_units(outputs: int) -> None:
+    model = seeded(lambda: nn.Sequential(nn.Linear(6, 3), nn.PReLU(), nn.Linear(3, outputs)))
+    case = ModelCase(lambda: model, VECTORS)
+    model = case.build()
+    targets = case.targets_for(model)
+    expected = case.dense(model, targets)
+    assert (case.operator(model, targets).to_dense() - expected).norm() < 1e-12 * expected.norm()

@@ -89,7 +89,7 @@ def test_no_method_is_measured_with_the_vectors_that_it_was_built_from(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"storage": 0.0}, "storage must be a positive fraction"),
+        ({"storage": 0.0}, "storage must be positive and finite"),
         ({"damping": -1.0}, "damping must be positive"),
         ({"max_iterations": 0}, "max_iterations must be"),
         ({"num_probes": 0}, "num_probes must be"),

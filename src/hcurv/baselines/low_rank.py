@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,7 +67,9 @@ class LowRank(SymmetricOperator):
         power_iterations: int = 1,
         seed: int = 0,
     ) -> None:
-        as_operator(source, "the source")
+        checked = as_operator(source, "the source")
+        if isinstance(source, np.ndarray):
+            source = checked
         size = source.shape[0]
         rank = check_count(rank, "rank", least=0, most=size)
         oversampling = check_count(oversampling, "oversampling", least=0)

@@ -56,7 +56,7 @@ def as_linear_operator(
             is given, systems are solved by linear_operator's conjugate gradients with
             scale·A + D, preconditioned by this matrix with the same scale and damping.
         options: passed on to ``matrix.factorize(damping, **options)``, by which systems are solved
-            otherwise. Matrices without it, such as kernels, are left to linear_operator.
+            otherwise. Matrices without it, such as sums, are left to linear_operator.
 
     Returns:
         A `CurvatureOperator`, or an `InverseOperator` for a `Factorized`.

@@ -120,6 +120,7 @@ class _Inversion:
     def run(self, method: str) -> Factorized:
         """Choose, and factorize."""
         chosen, ways, spectrum = self._choose() if method == "auto" else self._forced(method)
+        self._require(chosen)
         result = self._go(chosen, ways)
         result.plan = InversionPlan(
             chosen, tuple(ways), self._matrix.shape[0], self._matrix.num_root_rows, spectrum
@@ -132,7 +133,7 @@ class _Inversion:
         matrix = self._matrix.in_precision(self._dtype)
         rounding = float(torch.finfo(self._dtype).eps) * spectrum.largest
         found = measure_accuracy(matrix, result, rounding, _NUM_PROBES, self._seed)
-        if found.solve.value > self._tolerance:
+        if found.solve.value > self._tolerance and matrix.ranks.first:
             warn_of_accuracy(
                 f"solves have an estimated relative error of {found.solve}, where"
                 f" {self._tolerance:.1e} was asked for. Use a model in float64, or a larger"
@@ -173,14 +174,18 @@ class _Inversion:
             if method != "iterations" or chosen.size <= self._sketch.width:
                 break
             self._sketch.grow(2 * self._sketch.width)
-        require_bytes(
-            chosen.nbytes,
-            self._matrix.device,
-            f'factorizing with method="{method}" (N = {self._matrix.shape[0]},'
-            f" n·q = {self._matrix.num_root_rows})",
-            ('use method="iterations", which takes hardly any memory', "use fewer points"),
-        )
         return chosen, ways, spectrum
+
+    def _require(self, chosen: Way) -> None:
+        """Refuse a way for which there is no memory."""
+        with self._matrix.ranks.agreed():
+            require_bytes(
+                chosen.nbytes,
+                self._matrix.device,
+                f'factorizing with method="{chosen.name}" (N = {self._matrix.shape[0]},'
+                f" n·q = {self._matrix.num_root_rows})",
+                ('use method="iterations", which takes hardly any memory', "use fewer points"),
+            )
 
     def _go(self, way: Way, ways: list[Way]) -> Factorized:
         dtype = self._matrix.dtype

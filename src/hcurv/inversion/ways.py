@@ -146,17 +146,24 @@ class CostModel:
     ) -> None:
         self._matrix, self._num_nonzero = matrix, num_nonzero
         self._dtype, self._tolerance = dtype, tolerance
-        self._speed = machine_speed(dtype, matrix.device)
         free = available_bytes(matrix.device)
-        self._most = math.inf if free is None else _MEMORY_SHARE * free
+        figures = (
+            machine_speed(dtype, matrix.device),
+            seconds_per_column,
+            -math.inf if free is None else -_MEMORY_SHARE * free,
+            matrix.num_stored,
+            matrix.root.num_stored_with_entries,
+        )
+        # All ranks must choose the same way, so they use the same figures.
+        speed, column, most, stored, with_entries = matrix.ranks.most(figures)
+        self._speed, self._most = speed, math.inf if free is None else -most
         # Iterations work in the precision of the model. Double precision takes twice as long.
-        self._column = seconds_per_column
-        self._exact_column = (2.0 if dtype != matrix.dtype else 1.0) * seconds_per_column
+        self._column = column
+        self._exact_column = (2.0 if dtype != matrix.dtype else 1.0) * column
         # What conversion to another precision takes, and what entries take that products do not.
-        stored, with_entries = matrix.num_stored, matrix.root.num_stored_with_entries
         converted = dtype != matrix.dtype
-        self._copies = stored * dtype.itemsize if converted else 0
-        self._for_entries = (with_entries - (0 if converted else stored)) * dtype.itemsize
+        self._copies = int(stored) * dtype.itemsize if converted else 0
+        self._for_entries = int(with_entries - (0 if converted else stored)) * dtype.itemsize
         self._for_entries -= self._copies
 
     def ways(self, spectrum: Spectrum, ranks: list[int]) -> list[Way]:
@@ -219,8 +226,11 @@ class CostModel:
         share = points / self._matrix.num_points
         one = self._iteration() + self._triangular(rows) + share * NUM_COLUMNS * self._column
         seconds = _SCORE_COLUMNS * self._column + self._kernel(rows) + count * one
-        floats = 2 * rows**2 + 6 * NUM_COLUMNS * self._matrix.shape[0]
-        return self._way("subset", seconds, floats, self._tolerance, points, entries=share)
+        # Points are drawn with replacement, and each of them is stored once.
+        kept = 1 - math.exp(-share)
+        floats = 2 * (kept * self._matrix.num_root_rows) ** 2 + kept * self._matrix.num_stored
+        floats += 6 * NUM_COLUMNS * self._matrix.shape[0]
+        return self._way("subset", seconds, floats, self._tolerance, points, entries=kept)
 
     def compressed(self, spectrum: Spectrum) -> Way:
         """Conjugate gradients, preconditioned by a hierarchical matrix."""

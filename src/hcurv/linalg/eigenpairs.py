@@ -169,7 +169,7 @@ def _arpack(
     factorization: _Solver | None,
     settings: _Settings,
 ) -> tuple[np.ndarray, np.ndarray]:
-    from scipy.sparse.linalg import ArpackNoConvergence
+    from scipy.sparse.linalg import ArpackError, ArpackNoConvergence
     from scipy.sparse.linalg import eigsh as arpack
 
     linear = operator.to_scipy()
@@ -180,6 +180,10 @@ def _arpack(
         # Eigenvalues nearest to the shift; if it lies below the spectrum these are the smallest.
         options = {"sigma": shift, "OPinv": inverse, "which": "LM"}
     first = settings.generator.standard_normal(operator.shape[0]).astype(linear.dtype)
+    if not np.any(linear @ first):
+        # A random vector is in the null space of no other matrix than 0, at which ARPACK fails.
+        vectors = settings.generator.standard_normal((operator.shape[0], settings.k))
+        return np.zeros(settings.k), np.linalg.qr(vectors)[0]
     try:
         values, vectors = arpack(
             linear,
@@ -194,6 +198,11 @@ def _arpack(
             f"{len(error.eigenvalues)} of {settings.k} eigenvalues converged in"
             f" {settings.max_iterations or 'all'} iterations. Allow more iterations, a larger"
             " tolerance, or pass a factorization for small eigenvalues"
+        ) from error
+    except ArpackError as error:
+        raise RuntimeError(
+            f"ARPACK found no {settings.k} eigenvalues: {error} Ask for fewer, pass another seed,"
+            " or use torch.linalg.eigh(A.to_dense())"
         ) from error
     return values, vectors
 

@@ -1,7 +1,7 @@
-"""Read data in batches, twice: once to measure it, once to use it.
+"""Read data in batches, twice or more: once to measure it, then to use it.
 
 The first pass counts the points and makes all checks, so that memory can be reserved and bad input
-refused before work starts. The second pass must see the same data; checksums detect a loader that
+refused before work starts. Further passes must see the same data; checksums detect a loader that
 reshuffles.
 """
 
@@ -34,6 +34,7 @@ class Survey:
     Attributes:
         num_points: the number n of points.
         first_inputs: the inputs of the first batch.
+        first_targets: the targets of the first batch, or None if the data has none.
         targets: the targets of all points, or None if the data has none.
         checksums: a checksum of each batch, in order.
         largest: the largest magnitude of floating-point inputs; 0 if there are none.
@@ -41,6 +42,7 @@ class Survey:
 
     num_points: int
     first_inputs: Inputs
+    first_targets: Tensor | None
     targets: Tensor | None
     checksums: tuple[int, ...]
     largest: float
@@ -58,6 +60,9 @@ class Batches:
             converted to.
         device: the device that batches are moved to.
 
+    Attributes:
+        num_passes: how often the data was read, or begun to be read.
+
     Raises:
         TypeError: ``data`` is none of these, or can be read only once.
         ValueError: ``data`` is a list of two tensors that may be two batches of inputs as well as
@@ -73,16 +78,18 @@ class Batches:
             raise TypeError(f"{_EXPECTED}; got {type(data).__name__}")
         if isinstance(data, Iterator):
             raise TypeError(
-                "data can be read only once, but two passes are needed; got the iterator"
+                "data can be read only once, but two passes or more are needed; got the iterator"
                 f" {type(data).__name__} (pass a list of batches or a DataLoader)"
             )
         self._source: Iterable[object] = [data] if whole else data
         self._whole = whole
         self._dtype = dtype
         self._device = device
+        self.num_passes = 0
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield inputs and targets batch by batch, checked and moved; skip empty batches."""
+        self.num_passes += 1
         for position, item in enumerate(_numbered(self._source)):
             inputs, targets = _split(as_tensors(item, self._dtype), position)
             _check_inputs(inputs, targets, position, self._dtype)
@@ -99,6 +106,17 @@ class Batches:
         Raises:
             ValueError: the data is empty, the batches do not go together, or an input is not
                 finite.
+        """
+        found = self.survey_any()
+        if found is None:
+            raise ValueError("data is empty: at least one point is needed")
+        return found
+
+    def survey_any(self) -> Survey | None:
+        """Read all of the data once, check it, and count it; None if it is empty.
+
+        Raises:
+            ValueError: the batches do not go together, or an input is not finite.
         """
         total, first, largest = 0, None, 0.0
         targets: list[Tensor] = []
@@ -124,7 +142,7 @@ class Batches:
                 targets.append(batch_targets.clone())
             checksums.append(self._checksum(inputs, batch_targets))
         if first is None:
-            raise ValueError("data is empty: at least one point is needed")
+            return None
         # Smaller numbers than this are flushed to zero, because their squares vanish.
         if 0 < largest < torch.finfo(self._dtype).tiny ** 0.5:
             raise ValueError(
@@ -133,8 +151,14 @@ class Batches:
             )
         if targets and len(targets) != len(checksums):
             raise ValueError("some batches have targets and some do not")
-        everything = torch.cat(targets) if targets else None
-        return Survey(total, first, everything, tuple(checksums), largest)
+        return Survey(
+            num_points=total,
+            first_inputs=first,
+            first_targets=targets[0] if targets else None,
+            targets=torch.cat(targets) if targets else None,
+            checksums=tuple(checksums),
+            largest=largest,
+        )
 
     def reread(self, survey: Survey) -> Iterator[Batch]:
         """Yield the batches again, and make sure that they are those of the survey.
@@ -148,6 +172,11 @@ class Batches:
             if (self._checksum(inputs, targets),) != expected:
                 raise ValueError(_CHANGED)
             yield inputs, targets
+        if position == 0 and survey.checksums:
+            raise ValueError(
+                "the data had no batches when it was read again: it can be read only once (pass a"
+                " list of batches or a DataLoader)"
+            )
         if position != len(survey.checksums):
             raise ValueError(_CHANGED)
 

@@ -28,10 +28,14 @@ class ChainRoot(Root):
     Args:
         stored: the inputs x_i and the factors C_i of all layers, or the linearised network.
         workspace: bytes of temporary memory for making factors.
+        many: products with this many columns at least are made with factors, even if that takes
+            making them; None to use what is stored.
     """
 
-    def __init__(self, stored: LayerFactors | Linearisation, workspace: int) -> None:
-        self.stored, self._workspace = stored, workspace
+    def __init__(
+        self, stored: LayerFactors | Linearisation, workspace: int, many: int | None = None
+    ) -> None:
+        self.stored, self._workspace, self._many = stored, workspace, many
         # Two threads that ask at the same time both make factors, and those of one are kept.
         self._factors = stored if isinstance(stored, LayerFactors) else None
         self._last_parts: tuple[Tensor, ChainKernelParts] | None = None
@@ -112,23 +116,32 @@ class ChainRoot(Root):
         units, inputs = self.stored.num_units, self.stored.inputs.shape[0]
         return units + inputs / self.num_rows**2 + len(self.layout.layers) * PASS_FLOPS
 
+    def _for_products(self, columns: Tensor) -> LayerFactors | Linearisation:
+        """What products with these columns are made with."""
+        if self._many is not None and columns.shape[1] >= self._many:
+            return self.factors
+        return self.stored
+
     def product(self, rhs: Tensor, workspace: int) -> Tensor:
         """SᵀS times (N, k)."""
-        if isinstance(self.stored, Linearisation):
-            return linearised_products.product(self.stored, rhs, workspace)
-        return products.product(self.stored, rhs, workspace)
+        used = self._for_products(rhs)
+        if isinstance(used, Linearisation):
+            return linearised_products.product(used, rhs, workspace)
+        return products.product(used, rhs, workspace)
 
     def apply(self, rhs: Tensor, workspace: int) -> Tensor:
         """S times (N, k)."""
-        if isinstance(self.stored, Linearisation):
-            return linearised_products.root_product(self.stored, rhs, workspace)
-        return products.root_product(self.stored, rhs, workspace)
+        used = self._for_products(rhs)
+        if isinstance(used, Linearisation):
+            return linearised_products.root_product(used, rhs, workspace)
+        return products.root_product(used, rhs, workspace)
 
     def apply_transposed(self, values: Tensor, workspace: int) -> Tensor:
         """Sᵀ times (n·q, k)."""
-        if isinstance(self.stored, Linearisation):
-            return linearised_products.root_transposed(self.stored, values, workspace)
-        return products.root_transposed(self.stored, values, workspace)
+        used = self._for_products(values)
+        if isinstance(used, Linearisation):
+            return linearised_products.root_transposed(used, values, workspace)
+        return products.root_transposed(used, values, workspace)
 
     def columns(self, index: Tensor) -> Tensor:
         """Columns of S, (n·q, k)."""
@@ -174,7 +187,7 @@ class ChainRoot(Root):
 
     def to(self, dtype: torch.dtype) -> ChainRoot:
         """The same root in another precision."""
-        return ChainRoot(self.stored.to(dtype), self._workspace)
+        return ChainRoot(self.stored.to(dtype), self._workspace, self._many)
 
     def kernel_parts(self, inverse_damping: Tensor) -> ChainKernelParts:
         """Products of inputs times products of factors, layer by layer."""

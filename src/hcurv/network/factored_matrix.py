@@ -14,6 +14,7 @@ from hcurv.memory import require_bytes
 from hcurv.network.kernel import TangentKernel
 from hcurv.network.root import Root
 from hcurv.operators import EntryOperator
+from hcurv.ranks import OneRank
 
 __all__ = ["FactoredMatrix"]
 
@@ -74,6 +75,16 @@ class FactoredMatrix(EntryOperator):
     def root(self) -> Root:
         """The root S of H = SᵀS, as the precomputation stored it."""
         return self._root
+
+    @property
+    def ranks(self) -> OneRank:
+        """The processes that this matrix is spread over, and what their messages have cost.
+
+        Examples:
+            >>> H.ranks.size
+            1
+        """
+        return self._root.ranks
 
     @property
     def workspace(self) -> int:
@@ -223,13 +234,17 @@ class FactoredMatrix(EntryOperator):
             row_index = resolve_indices(rows, self.shape[0], self.device, "rows")
             col_index = resolve_indices(cols, self.shape[1], self.device, "cols")
             size = row_index.numel() * col_index.numel() * self.dtype.itemsize
-            require_bytes(
-                size + self._workspace,
-                self.device,
+            self._require(
+                size,
                 f"a dense block of {row_index.numel()} x {col_index.numel()} entries",
                 ("ask for fewer rows or columns at a time", "use H @ v instead of a dense block"),
             )
             return self._root.block(row_index, col_index, self._workspace)
+
+    def _require(self, num_bytes: int, what: str, ways_out: tuple[str, ...]) -> None:
+        """Refuse a result that is too large for the memory of some rank, on all ranks."""
+        with self._root.ranks.agreed():
+            require_bytes(num_bytes + self._workspace, self.device, what, ways_out)
 
     def blocks(self, rows: Tensor, cols: Tensor) -> Tensor:
         """Compute many blocks H[rows[b], cols[b]] of equal size, exactly.
@@ -252,13 +267,38 @@ class FactoredMatrix(EntryOperator):
         with torch.no_grad():
             row_index, col_index = resolve_blocks(rows, cols, self.shape[0], self.device)
             size = row_index.numel() * col_index.shape[1] * self.dtype.itemsize
-            require_bytes(
-                size + self._workspace,
-                self.device,
+            self._require(
+                size,
                 f"{len(row_index)} blocks of {row_index.shape[1]} x {col_index.shape[1]} entries",
                 ("ask for fewer blocks at a time", "ask for smaller blocks"),
             )
             return self._root.blocks(row_index, col_index, self._workspace)
+
+    def partial_product(self, rhs: Tensor) -> Tensor:
+        """The term of this rank's points, times (N, k); the terms of all ranks add up to H.
+
+        All ranks call it with the same vectors.
+
+        Examples:
+            >>> torch.allclose(H.partial_product(b[:, None]), H @ b[:, None])  # there is one rank
+            True
+        """
+        with torch.no_grad():
+            return self._root.partial_product(rhs, self._workspace)
+
+    def partial_blocks(self, rows: Tensor, cols: Tensor) -> Tensor:
+        """Many blocks of the term of this rank's points: (B, m), (B, k) → (B, m, k).
+
+        All ranks call it with the same indices.
+
+        Examples:
+            >>> rows = torch.tensor([[0, 1], [2, 3]])
+            >>> H.partial_blocks(rows, rows).shape
+            torch.Size([2, 2, 2])
+        """
+        with torch.no_grad():
+            row_index, col_index = resolve_blocks(rows, cols, self.shape[0], self.device)
+            return self._root.partial_blocks(row_index, col_index, self._workspace)
 
     def orders(self) -> dict[str, Tensor]:
         """Return orders of the parameters that follow the network, each a permutation (N,).

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -15,18 +14,25 @@ from hcurv.damping import DampingLike, as_damping
 from hcurv.factorized import Factorized
 from hcurv.indexing import check_count, check_seed
 from hcurv.losses import Loss
-from hcurv.network.batches import Data, convert_targets
+from hcurv.network.batches import Data
+from hcurv.network.choose_root import Factors, make_root
 from hcurv.network.factored_matrix import FactoredMatrix
+from hcurv.network.gradient import WeightedPoints, loss_gradient
 from hcurv.network.jacobian_rows import JacobianRows, gradient_rows, jacobian_rows
 from hcurv.network.loss_rows import Fisher, RowChoice
 from hcurv.network.memory_plan import MemoryPlan
 from hcurv.network.model.snapshot import ForwardFunction
-from hcurv.network.problem import check_targets, loss_scale, read_problem
+from hcurv.network.point_sum import PointSum
+from hcurv.network.problem import read_problem
 from hcurv.network.random_draws import draw_points
 from hcurv.network.reading import Network
 from hcurv.network.representable import require_representable
-from hcurv.network.root_of_problem import compute_gradient, compute_root
 from hcurv.network.sampling import SampledEntries, Scheme
+from hcurv.network.shards import Shard
+from hcurv.ranks import ranks_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["GaussNewton"]
 
@@ -64,6 +70,15 @@ class GaussNewton(FactoredMatrix):
         forward_fn: a function of the model and the inputs of a batch that returns the outputs, for
             models with unusual signatures.
         seed: the seed of sampled targets.
+        factors: "memory" keeps the layer Jacobians of all points, which makes everything fast.
+            "recompute" computes them batch by batch at each call, by one pass over the data, so
+            that memory does not grow with the number of points; all columns of a product and all
+            blocks of a request share a pass. "auto" keeps them if they take less than 60 % of free
+            memory; `factors` says what was decided, and ``memory_plan()`` why.
+        process_group: a group of `torch.distributed`, such as ``torch.distributed.group.WORLD``, if
+            several processes work together. Each of them passes its own points, of any number, and
+            everything else alike. All of them make the same calls, with the same arguments, and
+            all of them receive the same results, which are those of all points together.
         workspace: the number of bytes of temporary memory that one call may use beyond its result.
         progress: whether to show a progress bar of the precomputation.
 
@@ -72,6 +87,8 @@ class GaussNewton(FactoredMatrix):
             random.
         InsufficientMemoryError: the factors would not fit into free memory. What entries alone need
             is checked when they are first asked for.
+        RanksError: processes of a group passed different models, losses or options, or one of them
+            has ended. An error of one of them is raised on all.
         TypeError, ValueError: the model, the loss or the data do not fit; the message says what to
             do about it.
 
@@ -93,18 +110,28 @@ class GaussNewton(FactoredMatrix):
         fisher: Fisher = "exact",
         forward_fn: ForwardFunction | None = None,
         seed: int = 0,
+        factors: Factors = "auto",
+        process_group: ProcessGroup | None = None,
         workspace: int = 2**28,
         progress: bool = False,
     ) -> None:
-        if check_count(workspace, "workspace", least=0) < MIN_WORKSPACE:
-            raise ValueError(f"workspace must be at least {MIN_WORKSPACE} bytes; got {workspace}")
-        choice = _row_choice(num_samples, fisher, check_seed(seed))
-        problem = read_problem(model, loss, data, forward_fn=forward_fn, choice=choice)
+        self._ranks = ranks_of(process_group)
+        with self._ranks.agreed():
+            _check_options(workspace, factors)
+            choice = _row_choice(num_samples, fisher, check_seed(seed))
+        self._ranks.same(factors=factors, workspace=int(workspace))
+        problem = read_problem(
+            model, loss, data, forward_fn=forward_fn, choice=choice, ranks=self._ranks
+        )
+        self._shard = Shard(self._ranks, problem.num_points)
+        hidden = not progress or not self._ranks.first
         with (
             torch.no_grad(),
-            tqdm(total=problem.num_points, unit="points", disable=not progress) as bar,
+            tqdm(total=problem.num_points, unit="points", disable=hidden) as bar,
         ):
-            root, problem, self._memory_plan = compute_root(problem, int(workspace), bar.update)
+            root, problem, self._memory_plan = make_root(
+                problem, self._shard, self._ranks, factors, int(workspace), bar.update
+            )
             require_representable(problem, root, int(workspace))
         self._problem = problem
         self._points: Tensor | None = None
@@ -115,8 +142,37 @@ class GaussNewton(FactoredMatrix):
         """Describe the size, the data and the memory in one line."""
         return (
             f"GaussNewton(N={self.shape[0]}, num_points={self.num_points},"
-            f" loss={type(self._problem.loss).__name__}, dtype={self.dtype}, nbytes={self.nbytes})"
+            f" loss={type(self._problem.loss).__name__}, dtype={self.dtype}, nbytes={self.nbytes}"
+            + (", factors='recompute'" if self.factors == "recompute" else "")
+            + (f", ranks={self._ranks.size}" if self._ranks.size > 1 else "")
+            + ")"
         )
+
+    @property
+    def factors(self) -> Literal["memory", "recompute"]:
+        """Whether layer Jacobians are kept in memory, or recomputed at each call.
+
+        Examples:
+            >>> H.factors
+            'memory'
+            >>> hcurv.GaussNewton(model, loss, inputs, factors="recompute").factors
+            'recompute'
+        """
+        recomputed = isinstance(self._root, PointSum) and self._root.is_recomputed
+        return "recompute" if recomputed else "memory"
+
+    @property
+    def num_passes(self) -> int:
+        """How often this process has read its data so far.
+
+        Examples:
+            >>> again = hcurv.GaussNewton(model, loss, inputs, factors="recompute")
+            >>> before = again.num_passes
+            >>> products = again @ torch.eye(51).double()  # all columns share a pass
+            >>> again.num_passes - before
+            1
+        """
+        return self._problem.batches.num_passes
 
     @property
     def network(self) -> Network | None:
@@ -343,8 +399,9 @@ class GaussNewton(FactoredMatrix):
 
         Args:
             targets: the targets of all points, in the order of the data. They may be left out if
-                the data came with targets. A matrix made by `subsample` takes the targets of its
-                `points` and estimates the gradient over all of the data.
+                the data came with targets. With a process group, each rank passes the targets of
+                its own points. A matrix made by `subsample` takes the targets of its `points` and
+                estimates the gradient over all of the data.
 
         Raises:
             ValueError: there are no targets, or they do not fit.
@@ -355,28 +412,17 @@ class GaussNewton(FactoredMatrix):
             >>> torch.allclose(H.gradient(), flat)
             True
         """
-        problem = self._problem
-        if targets is None and problem.targets is not None:
-            targets = problem.targets[self.points]
-        if targets is None:
-            raise ValueError("the data has no targets: pass gradient(targets)")
-        if isinstance(targets, np.ndarray):
-            targets = convert_targets(targets, self.dtype, self.device)
-        if not isinstance(targets, Tensor) or targets.shape[:1] != (self.num_points,):
-            given = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
-            raise ValueError(f"targets must be a tensor of {self.num_points} rows; got {given}")
-        targets = convert_targets(targets, self.dtype, self.device)
-        shape = (self.num_points, *problem.point_shape)
-        check_targets(problem.loss, shape, targets)
-        if self._point_weights is None:
-            scale = loss_scale(problem.loss, shape, targets)
-            weights = torch.full(shape[:1], scale, dtype=self.dtype, device=self.device)
-        else:  # This matrix was made by `subsample`, and estimates the gradient over all points.
-            weights = (problem.scale * self._point_weights).to(self.dtype)
+        weighted = WeightedPoints(self._shard, self._ranks, self.points, self._point_weights)
         with torch.no_grad():
-            return compute_gradient(
-                problem, self._root, self.points, targets, weights, self._workspace
-            )
+            return loss_gradient(self._problem, self._root, weighted, targets, self._workspace)
+
+
+def _check_options(workspace: int, factors: Factors) -> None:
+    """Refuse options that mean nothing."""
+    if check_count(workspace, "workspace", least=0) < MIN_WORKSPACE:
+        raise ValueError(f"workspace must be at least {MIN_WORKSPACE} bytes; got {workspace}")
+    if factors not in ("auto", "memory", "recompute"):
+        raise ValueError(f'factors must be "auto", "memory" or "recompute"; got {factors!r}')
 
 
 def _row_choice(num_samples: int | None, fisher: Fisher, seed: int) -> RowChoice:

@@ -22,7 +22,7 @@ from hcurv.losses import HalfSquaredError, Loss
 from hcurv.memory import require_bytes
 from hcurv.network.batches import Batches, Data
 from hcurv.network.loss_rows import RowChoice
-from hcurv.network.model_inputs import Inputs, map_inputs, num_points, split_inputs
+from hcurv.network.model_inputs import map_inputs, num_points, split_inputs
 from hcurv.network.problem import NUM_TRIED, Problem, check_targets
 from hcurv.network.root import Root
 from hcurv.network.root_of_problem import compute_root
@@ -183,7 +183,7 @@ class JacobianRows(FullPrecision):
             for some in split_inputs(inputs, most):
                 count = num_points(some)
                 own = None if targets is None else targets[first : first + count]
-                part = _with_data(problem, some, own)
+                part = problem.over(some, own)
                 root, _, _ = compute_root(part, self._workspace)
                 yield RowChunk(slice(start, start + count), root)
                 first, start = first + count, start + count
@@ -273,13 +273,6 @@ class _Transposed(FullPrecision):
     def __repr__(self) -> str:
         """Size in one line."""
         return f"{self._rows!r}.T"
-
-
-def _with_data(problem: Problem, inputs: Inputs, targets: Tensor | None) -> Problem:
-    """The same model and loss over other points, which are known to be fine."""
-    batch = (inputs,) if targets is None else (inputs, targets)
-    batches = Batches([batch], problem.dtype, problem.device)  # type: ignore[list-item]
-    return replace(problem, batches=batches, survey=batches.survey())
 
 
 def _rows(

@@ -19,6 +19,7 @@ from hcurv.memory import require_bytes
 from hcurv.network.point_order import similarity_order
 from hcurv.network.root import KernelParts, Root
 from hcurv.operators import SymmetricOperator
+from hcurv.ranks import OneRank
 
 __all__ = ["TangentKernel"]
 
@@ -79,6 +80,16 @@ class TangentKernel(SymmetricOperator):
         return self._root.device
 
     @property
+    def ranks(self) -> OneRank:
+        """The processes that have the points.
+
+        Examples:
+            >>> H.kernel().ranks.size
+            1
+        """
+        return self._root.ranks
+
+    @property
     def num_stored(self) -> int:
         """Floats of the factors, which the kernel shares with its matrix."""
         return self._root.num_stored
@@ -111,6 +122,8 @@ class TangentKernel(SymmetricOperator):
             >>> H.kernel().in_precision(torch.float32).dtype
             torch.float32
         """
+        if dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"dtype must be torch.float32 or torch.float64; got {dtype}")
         return TangentKernel(self._root.to(dtype), self._damping, self._workspace)
 
     def factorize(self, damping: DampingLike) -> Factorized:
@@ -154,13 +167,22 @@ class TangentKernel(SymmetricOperator):
             True
         """
         size = self.shape[0]
-        require_bytes(
-            size**2 * self.dtype.itemsize + self._workspace,
-            self.device,
-            f"a dense kernel of {size} x {size} entries",
-            ("use fewer points", "use products with the kernel instead"),
-        )
-        return self.fill(torch.empty(size, size, dtype=self.dtype, device=self.device))
+        tile = min(self._root.num_points, self._parts.tile_points) * self._num_rows
+        with self._root.ranks.agreed():
+            require_bytes(
+                (size**2 + 3 * tile**2) * self.dtype.itemsize,
+                self.device,
+                f"a dense kernel of {size} x {size} entries",
+                ("use fewer points", "use products with the kernel instead"),
+            )
+        found = self.fill(torch.empty(size, size, dtype=self.dtype, device=self.device))
+        # No entry is larger than the largest one of the diagonal.
+        if not bool(torch.isfinite(found.diagonal()).all()):
+            raise ValueError(
+                f"entries of the kernel overflow {self.dtype}: the damping it divides by is too"
+                " small for this matrix (use float64 or a larger damping)"
+            )
+        return found
 
     def fill(self, result: Tensor, *, lower: bool = False) -> Tensor:
         """Write the kernel to ``result``, (n·q, n·q), in its precision, and return it.
@@ -206,12 +228,13 @@ class TangentKernel(SymmetricOperator):
         """
         row_index = resolve_indices(rows, self.shape[0], self.device, "rows")
         col_index = resolve_indices(cols, self.shape[0], self.device, "cols")
-        require_bytes(
-            row_index.numel() * col_index.numel() * self.dtype.itemsize + self._workspace,
-            self.device,
-            f"a dense block of {row_index.numel()} x {col_index.numel()} entries",
-            ("ask for fewer rows or columns at a time",),
-        )
+        with self._root.ranks.agreed():
+            require_bytes(
+                row_index.numel() * col_index.numel() * self.dtype.itemsize + self._workspace,
+                self.device,
+                f"a dense block of {row_index.numel()} x {col_index.numel()} entries",
+                ("ask for fewer rows or columns at a time",),
+            )
         if row_index.numel() == 0 or col_index.numel() == 0:
             return torch.zeros(
                 row_index.numel(), col_index.numel(), dtype=self.dtype, device=self.device

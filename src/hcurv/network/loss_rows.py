@@ -92,6 +92,20 @@ class LossRows:
             raise ValueError(f"{name} has NaN or infinite derivatives: is the loss convex?")
 
     @classmethod
+    def given(cls, samples: Tensor) -> LossRows:
+        """Rows that are known already, (b, m, t, d), as `samples` gives them."""
+        rows = cls.__new__(cls)
+        rows._shape = torch.Size((samples.shape[0], *samples.shape[2:]))
+        rows._samples = [sample.flatten(0, 1) for sample in samples.unbind(1)]
+        return rows
+
+    @property
+    def samples(self) -> Tensor:
+        """The rows of sampled targets, the scale included, (b, m, t, d)."""
+        assert self._samples is not None
+        return torch.stack([sample.view(self._shape) for sample in self._samples], 1)
+
+    @classmethod
     def random(cls, outputs: Tensor) -> LossRows:
         """One row of random numbers at each point, to try something with, for outputs (b, t, d)."""
         rows = cls.__new__(cls)

@@ -35,6 +35,7 @@ class MemoryPlan:
         working_bytes: temporary memory of the precomputation, besides what is stored.
         later: what is stored in addition when entries are first asked for. It is empty but for deep
             chains of Linear layers with many outputs, whose products do not need it.
+        note: why nothing is stored, if ``factors="auto"`` decided so.
     """
 
     parts: tuple[StoredPart, ...]
@@ -42,6 +43,7 @@ class MemoryPlan:
     bytes_per_float: int
     working_bytes: int
     later: tuple[StoredPart, ...] = ()
+    note: str = ""
 
     @property
     def stored_bytes(self) -> int:
@@ -64,6 +66,12 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         """A table, the largest first."""
+        if not self.parts:
+            reason = f" ({self.note})" if self.note else ""
+            return (
+                f"{self.num_points} points, recomputed at each call{reason};"
+                f" {format_bytes(self.working_bytes)} of temporary memory"
+            )
         width = max(len(part.name) for part in (*self.parts, *self.later))
         lines = [
             f"{self.num_points} points, {format_bytes(self.stored_bytes)} stored,"

@@ -9,8 +9,8 @@ and `make_factors` makes the C_i^ℓ from them when entries are first asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,13 +30,21 @@ from hcurv.network.trainable_layers import TrainableLayer, number_layers
 
 __all__ = [
     "FactorPlan",
+    "chain_inputs",
     "compute_factors",
     "compute_linearisation",
+    "forward_passes",
+    "linearise",
     "make_factors",
+    "plan_chain",
     "plan_factors",
     "plan_of_factors",
     "read_chain",
 ]
+
+
+# Most points propagated at a time, unless the workspace allows fewer.
+MAX_BATCH = 512
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,12 @@ class FactorPlan:
     def batch_size(self, workspace: int, most: int) -> int:
         """The number of points whose temporaries fit into the workspace."""
         fitting = workspace // (self.working_floats * self.network.dtype.itemsize)
-        return max(1, min(fitting, most))
+        return max(1, min(fitting, most, self.num_points))
+
+    def working_bytes(self, workspace: int, most: int, *, linear: bool = False) -> int:
+        """Bytes of temporary memory of one batch; if ``linear``, of forward passes alone."""
+        floats = self.working_floats - (self.jacobian.working_floats if linear else 0)
+        return self.batch_size(workspace, most) * floats * self.network.dtype.itemsize
 
 
 def plan_factors(network: Network, num_points: int, num_rows: int, diagonal: bool) -> FactorPlan:
@@ -136,7 +149,7 @@ def read_chain(
     Raises:
         InsufficientMemoryError: there is no memory for it; nothing was allocated.
     """
-    plan = _plan(problem)
+    plan = plan_chain(problem)
     if plan.linearised:
         return compute_linearisation(problem, workspace, progress)
     return compute_factors(problem, workspace, progress)
@@ -146,7 +159,7 @@ def compute_factors(
     problem: Problem,
     workspace: int,
     progress: Callable[[int], object] | None = None,
-    max_batch: int = 512,
+    max_batch: int = MAX_BATCH,
 ) -> LayerFactors:
     """Run the precomputation of the paper's Theorem 3.1 over all batches.
 
@@ -160,12 +173,13 @@ def compute_factors(
     Raises:
         InsufficientMemoryError: the factors do not fit into free memory; nothing was allocated.
     """
-    plan = _plan(problem)
+    plan = plan_chain(problem)
     network = plan.network
-    _require(problem, plan.num_floats, workspace)
+    _require(problem, plan.num_floats, plan.working_bytes(workspace, max_batch))
     layer_inputs = network.layers[-1].weight.new_empty(plan.num_inputs, plan.num_points)
     jacobian = plan.jacobian.reserve()
-    for batch, root in _passes(problem, plan.batch_size(workspace, max_batch), progress):
+    size = plan.batch_size(workspace, max_batch)
+    for batch, root in forward_passes(problem, chain_inputs(problem), size, progress):
         _store_inputs(plan.layers, layer_inputs, batch)
         plan.jacobian.fill(jacobian, batch.points, root, batch.slopes)
     return LayerFactors(plan.layers, layer_inputs, jacobian, network.layout)
@@ -175,7 +189,7 @@ def compute_linearisation(
     problem: Problem,
     workspace: int,
     progress: Callable[[int], object] | None = None,
-    max_batch: int = 512,
+    max_batch: int = MAX_BATCH,
 ) -> Linearisation:
     """Run forward passes over all batches, and keep inputs, slopes and the roots of the loss.
 
@@ -189,9 +203,27 @@ def compute_linearisation(
         InsufficientMemoryError: there is no memory for them; nothing was allocated.
         ValueError: the derivatives of the network overflow.
     """
-    plan = _plan(problem)
+    plan = plan_chain(problem)
+    working = plan.working_bytes(workspace, max_batch, linear=True)
+    _require(problem, plan.num_linear_floats, working)
+    size = plan.batch_size(workspace, max_batch)
+    return linearise(plan, forward_passes(problem, chain_inputs(problem), size, progress))
+
+
+def linearise(
+    plan: FactorPlan, passes: Iterable[tuple[ForwardPass, Tensor]], *, checked: bool = False
+) -> Linearisation:
+    """Keep the inputs, slopes and roots of the loss of some forward passes.
+
+    Args:
+        plan: the plan for as many points as the passes have.
+        passes: forward passes over consecutive points, and R_i at the same points.
+        checked: whether derivatives are known not to overflow.
+
+    Raises:
+        ValueError: the derivatives of the network overflow.
+    """
     network, first = plan.network, plan.network.first_trainable
-    _require(problem, plan.num_linear_floats, workspace)
     empty = network.layers[-1].weight.new_empty
     layer_inputs = empty(plan.num_inputs, plan.num_points)
     slopes = [
@@ -199,7 +231,7 @@ def compute_linearisation(
         for layer in network.layers[first:-1]
     ]
     stored_root = empty(*plan.root_shape, plan.num_points)
-    for batch, root in _passes(problem, plan.batch_size(workspace, max_batch), progress):
+    for batch, root in passes:
         _store_inputs(plan.layers, layer_inputs, batch)
         for target, values in zip(slopes, batch.slopes[first:-1], strict=True):
             if target is not None and values is not None:
@@ -208,7 +240,8 @@ def compute_linearisation(
         if last is not None:
             root = root * (last if root.ndim == 2 else last[:, None])
         stored_root[..., batch.points] = without_tiny(root).permute(*range(root.ndim)[::-1])
-        _check_derivatives(network, batch, root)
+        if not checked:
+            _check_derivatives(network, batch, root)
     return Linearisation(network, layer_inputs, (*slopes, None), stored_root)
 
 
@@ -226,7 +259,7 @@ def _check_derivatives(network: Network, batch: ForwardPass, root: Tensor) -> No
 
 
 def make_factors(
-    linearisation: Linearisation, workspace: int, max_batch: int = 512
+    linearisation: Linearisation, workspace: int, max_batch: int = MAX_BATCH
 ) -> LayerFactors:
     """The factors C_i of a linearised network; they share its inputs.
 
@@ -242,12 +275,13 @@ def make_factors(
     plan = plan_of_factors(linearisation)
     num_floats = plan.num_floats - linearisation.inputs.numel()
     itemsize = linearisation.dtype.itemsize
+    working = plan.working_bytes(workspace, max_batch)
     require_bytes(
-        num_floats * itemsize + workspace,
+        num_floats * itemsize + working,
         linearisation.device,
         f"the factors that entries are made of, for {plan.num_points} points and"
-        f" {linearisation.num_parameters} parameters (their workspace of"
-        f" {format_bytes(workspace)} included)",
+        f" {linearisation.num_parameters} parameters ({format_bytes(working)} of temporary memory"
+        " included)",
         ("use products alone, which do not need them", *_WAYS_OUT),
     )
     jacobian = plan.jacobian.reserve()
@@ -266,45 +300,65 @@ def plan_of_factors(linearisation: Linearisation) -> FactorPlan:
     )
 
 
-def _plan(problem: Problem) -> FactorPlan:
+def plan_chain(problem: Problem) -> FactorPlan:
     """Find the shape of R_i from the first point, and plan."""
-    network = problem.network
+    network, one = problem.network, problem.first_points(1)
     assert network is not None
-    first = problem.survey.first_inputs
+    first = one.survey.first_inputs
     assert isinstance(first, Tensor)
-    sample = forward_pass(network, first[:1], 0)
-    root = problem.loss_root(sample.outputs, sample.points)
+    sample = forward_pass(network, first, 0)
+    root = one.loss_root(sample.outputs, sample.points)
     return plan_factors(network, problem.num_points, root.shape[1], diagonal=root.ndim == 2)
 
 
-def _require(problem: Problem, num_floats: int, workspace: int) -> None:
+def _require(problem: Problem, num_floats: int, working: int) -> None:
     require_bytes(
-        num_floats * problem.dtype.itemsize + workspace,
+        num_floats * problem.dtype.itemsize + working,
         problem.device,
         f"the precomputation for {problem.num_points} points and {problem.layout.size}"
-        f" parameters (its workspace of {format_bytes(workspace)} included)",
+        f" parameters ({format_bytes(working)} of temporary memory included)",
         _WAYS_OUT,
     )
 
 
-def _passes(
-    problem: Problem, batch_size: int, progress: Callable[[int], object] | None
-) -> Iterator[tuple[ForwardPass, Tensor]]:
-    """Forward passes over all of the data, and R_i at the same points."""
-    assert problem.network is not None
-    start = 0
+def chain_inputs(problem: Problem) -> Iterator[Tensor]:
+    """The inputs of all batches of a chain's data."""
     for inputs in problem.inputs():
         assert isinstance(inputs, Tensor)
+        yield inputs
+
+
+def forward_passes(
+    problem: Problem,
+    batches: Iterable[Tensor],
+    batch_size: int,
+    progress: Callable[[int], object] | None = None,
+    start: int = 0,
+    *,
+    verified: bool = False,
+) -> Iterator[tuple[ForwardPass, Tensor]]:
+    """Forward passes over consecutive points from ``start`` on, and R_i at the same points.
+
+    The points of a pass are numbered from the first of these. Each of them is compared with the
+    model, unless that was done before (``verified``).
+    """
+    assert problem.network is not None
+    own = 0
+    for inputs in batches:
         for some in inputs.split(batch_size):
-            batch = forward_pass(problem.network, some, start)
-            verify(problem, some, batch)
-            yield batch, problem.loss_root(batch.outputs, batch.points)
-            start = batch.points.stop
+            stop = own + some.shape[0]
+            batch = forward_pass(problem.network, some, start + own)
+            if not verified:
+                verify(problem, some, batch)
+            root = problem.loss_root(batch.outputs, batch.points)
+            yield replace(batch, points=slice(own, stop)), root
+            own = stop
             if progress is not None:
                 progress(some.shape[0])
 
 
 _WAYS_OUT = (
+    'pass factors="recompute", which stores nothing',
     "use fewer data points (the memory grows in proportion)",
     "convert the model and the data to float32, if they are float64",
     "freeze layers that need not be part of the matrix with requires_grad_(False)",

@@ -18,13 +18,16 @@ from hcurv.network.model.snapshot import (
     ForwardFunction,
     ModelSnapshot,
     check_parameters,
+    plain_model,
     without_hooks,
 )
 from hcurv.network.model_inputs import Inputs, map_inputs, num_points, tensors_of
 from hcurv.network.reading import Network, read_network
+from hcurv.network.shards import Shard, share_survey
 from hcurv.network.tracing import UnsupportedModelError
+from hcurv.ranks import OneRank
 
-__all__ = ["Problem", "check_targets", "loss_scale", "read_problem"]
+__all__ = ["Problem", "check_targets", "loss_divisor", "read_problem", "require_positive"]
 
 # The model is tried on this many points.
 NUM_TRIED = 3
@@ -43,6 +46,8 @@ class Problem:
         point_shape: the shape of the outputs of one point.
         scale: the number by which the sum of the points' losses is multiplied.
         choice: which rows R_i has.
+        offset: the number of the first of these points among those of all ranks.
+        samples: the rows of sampled targets, (n, m, t, d), if they were drawn before.
     """
 
     snapshot: ModelSnapshot
@@ -53,6 +58,8 @@ class Problem:
     point_shape: tuple[int, ...]
     scale: float
     choice: RowChoice
+    offset: int = 0
+    samples: Tensor | None = None
 
     @property
     def num_points(self) -> int:
@@ -100,10 +107,13 @@ class Problem:
                 f" {points.stop - 1}: its weights or the inputs are too large"
             )
         self.loss.check_outputs(outputs.flatten(0, 1))
+        if self.samples is not None:
+            return LossRows.given(self.samples[points])
         targets = None if self.targets is None else self.targets[points]
         if targets is not None:
             targets = self.loss.split_targets(targets, (len(targets), *self.point_shape))
-        return LossRows(self.loss, outputs, targets, self.scale, self.choice, points.start)
+        start = self.offset + points.start
+        return LossRows(self.loss, outputs, targets, self.scale, self.choice, start)
 
     def loss_root(self, outputs: Tensor, points: slice) -> Tensor:
         """The square roots R_i, for a chain: (b, q, d), or (b, d) if every R_i is diagonal.
@@ -117,10 +127,23 @@ class Problem:
     def first_points(self, count: int) -> Problem:
         """The same model and loss, over the first points alone."""
         inputs = map_inputs(lambda tensor: tensor[:count], self.survey.first_inputs)
-        targets = None if self.targets is None else self.targets[: num_points(inputs)]
+        targets = self.survey.first_targets
+        samples = None if self.samples is None else self.samples[: num_points(inputs)]
+        return self.over(inputs, None if targets is None else targets[:count], samples)
+
+    def over(
+        self, inputs: Inputs, targets: Tensor | None, samples: Tensor | None = None
+    ) -> Problem:
+        """The same model and loss, over other points in memory.
+
+        Args:
+            inputs: the inputs of these points.
+            targets: their targets, or None.
+            samples: the rows of their sampled targets, if they were drawn before.
+        """
         batch = (inputs,) if targets is None else (inputs, targets)
         batches = Batches([batch], self.dtype, self.device)  # type: ignore[list-item]
-        return replace(self, batches=batches, survey=batches.survey())
+        return replace(self, batches=batches, survey=batches.survey(), samples=samples)
 
 
 def read_problem(
@@ -130,6 +153,7 @@ def read_problem(
     *,
     forward_fn: ForwardFunction | None = None,
     choice: RowChoice | None = None,
+    ranks: OneRank | None = None,
 ) -> Problem:
     """Read a model, a loss and data, and check that they fit together.
 
@@ -139,35 +163,71 @@ def read_problem(
         data: as for `GaussNewton`.
         forward_fn: computes the outputs from a model and the inputs of a batch.
         choice: which rows R_i has; None for the exact ones.
+        ranks: the processes, each of which passes its own points, and all else alike; None if this
+            is the only one.
 
     Raises:
+        RanksError: ranks have different models, losses or choices.
         UnsupportedModelError: points influence each other, or the forward pass is random.
         TypeError, ValueError: the loss is not supported, or the data does not fit the model or
             the loss.
     """
-    # Weights of the loss may be changed later.
-    known_loss = copy.deepcopy(as_loss(loss))
+    ranks = OneRank() if ranks is None else ranks
     choice = RowChoice() if choice is None else choice
-    dtype, device = check_parameters(model)
     with torch.no_grad():
-        batches = Batches(data, dtype, device)
-        survey = batches.survey()
-        snapshot = ModelSnapshot(model, forward_fn)
-        few = map_inputs(lambda tensor: tensor[:NUM_TRIED], survey.first_inputs)
-        # A model that is random must leave the user's random numbers as they were.
-        # Derivatives are wanted, and some models take other ways where gradients are disabled.
-        with (
-            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-            torch.enable_grad(),
-        ):
-            outputs = _try_model(snapshot, few).detach()
-        shape = (survey.num_points, *outputs.shape[1:])
-        check_targets(known_loss, shape, survey.targets, choice)
-        scale = loss_scale(known_loss, shape, survey.targets)
+        model = plain_model(model)
+        with ranks.agreed():
+            # Weights of the loss may be changed later.
+            known_loss = copy.deepcopy(as_loss(loss))
+            dtype, device = check_parameters(model)
+            batches = Batches(data, dtype, device)
+            own = batches.survey_any() if ranks.size > 1 else batches.survey()
+            snapshot = ModelSnapshot(model, forward_fn)
+        if ranks.size > 1:
+            ranks.same(**_fingerprint(snapshot, known_loss, choice))
+        survey = share_survey(ranks, own, device)
+        survey = replace(survey, largest=ranks.most([survey.largest])[0])
+        shard = Shard(ranks, survey.num_points)
         network = None
-        if forward_fn is None and choice.num_samples is None and outputs.ndim == 2:
-            network = _read_chain(snapshot.module, few, outputs)
-    return Problem(snapshot, network, known_loss, batches, survey, shape[1:], scale, choice)
+        with ranks.agreed():
+            few = map_inputs(lambda tensor: tensor[:NUM_TRIED], survey.first_inputs)
+            # A model that is random must leave the user's random numbers as they were.
+            # Derivatives are wanted, and some models take other ways where gradients are disabled.
+            with (
+                torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+                torch.enable_grad(),
+            ):
+                outputs = _try_model(snapshot, few).detach()
+            shape = (survey.num_points, *outputs.shape[1:])
+            if survey.num_points:
+                check_targets(known_loss, shape, survey.targets, choice)
+            divisor = loss_divisor(known_loss, shape, survey.targets)
+            if forward_fn is None and choice.num_samples is None and outputs.ndim == 2:
+                network = _read_chain(snapshot.module, few, outputs)
+        total = float(ranks.sum(torch.tensor(divisor, dtype=torch.float64)))
+        scale = 1.0 if known_loss.reduction == "sum" else 1.0 / require_positive(total)
+    return Problem(
+        snapshot, network, known_loss, batches, survey, shape[1:], scale, choice, shard.offset
+    )
+
+
+def _fingerprint(snapshot: ModelSnapshot, loss: Loss, choice: RowChoice) -> dict[str, object]:
+    """What all ranks must have in common, by name."""
+    tensors = {f"'{name}'": value for name, value in snapshot.module.state_dict().items()}
+    trainable = {"the trainable parameters": list(snapshot.trainable)}
+    settings: dict[str, object] = {
+        f"{type(loss).__name__}.{name}": value for name, value in sorted(vars(loss).items())
+    }
+    return {
+        "the loss": type(loss).__name__,
+        **settings,
+        "num_samples": choice.num_samples,
+        "fisher": choice.fisher,
+        "seed": choice.seed,
+        "the model": str(snapshot.module),
+        **trainable,
+        **tensors,
+    }
 
 
 def _try_model(snapshot: ModelSnapshot, few: Inputs) -> Tensor:
@@ -259,22 +319,21 @@ def check_targets(
         )
 
 
-def loss_scale(loss: Loss, shape: tuple[int, ...], targets: Tensor | None) -> float:
-    """Find the number by which the loss multiplies the sum over points: 1, or 1 over its divisor.
+def loss_divisor(loss: Loss, shape: tuple[int, ...], targets: Tensor | None) -> float:
+    """What the mean of a loss divides by; it adds up over ranks. Of a sum, 1.
 
     Args:
         loss: the loss.
-        shape: the shape of the outputs of all points.
-        targets: the targets of all points, or None.
-
-    Raises:
-        ValueError: the divisor is zero, because no point counts.
+        shape: the shape of the outputs of these points.
+        targets: the targets of these points, or None.
     """
-    if loss.reduction == "sum":
-        return 1.0
-    divisor = loss.divisor(shape, targets)
+    return 1.0 if loss.reduction == "sum" else float(loss.divisor(shape, targets))
+
+
+def require_positive(divisor: float) -> float:
+    """The number that the mean of a loss divides by; refuse zero."""
     if not divisor > 0:
         raise ValueError(
             "no point counts towards the mean of the loss (all are ignored or weigh nothing)"
         )
-    return 1.0 / divisor
+    return divisor

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from hcurv.layout import ParameterLayout
+from hcurv.ranks import OneRank
 
 __all__ = ["KernelParts", "PairTerms", "Root"]
 
 # Dense rows of this many points are multiplied at a time.
 _CROSS_POINTS = 64
+_ALONE = OneRank()
 
 
 class KernelParts(Protocol):
@@ -114,6 +116,11 @@ class Root(ABC):
     def kernel_flops(self) -> float:
         """Flops for each entry of a dense kernel, for predictions of time."""
 
+    @property
+    def ranks(self) -> OneRank:
+        """The processes that have the points; this one alone, as a rule."""
+        return _ALONE
+
     @abstractmethod
     def product(self, rhs: Tensor, workspace: int) -> Tensor:
         """SᵀS times (N, k)."""
@@ -141,6 +148,14 @@ class Root(ABC):
     @abstractmethod
     def blocks(self, rows: Tensor, cols: Tensor, workspace: int) -> Tensor:
         """Many blocks of equal size, (B, m), (B, k) → (B, m, k)."""
+
+    def partial_product(self, rhs: Tensor, workspace: int) -> Tensor:
+        """The term of this rank's points in SᵀS, times (N, k)."""
+        return self.product(rhs, workspace)
+
+    def partial_blocks(self, rows: Tensor, cols: Tensor, workspace: int) -> Tensor:
+        """Many blocks of the term of this rank's points in SᵀS."""
+        return self.blocks(rows, cols, workspace)
 
     @abstractmethod
     def pairs(self, rows: Tensor, cols: Tensor, workspace: int) -> Tensor:

@@ -10,20 +10,18 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from hcurv.network import products
 from hcurv.network.chain_root import ChainRoot
 from hcurv.network.forward_pass import ChainMismatchError
 from hcurv.network.linearisation import Linearisation
 from hcurv.network.memory_plan import MemoryPlan, StoredPart
-from hcurv.network.model.compute import compute_layered_root, model_gradient
+from hcurv.network.model.compute import ModelBatches, compute_layered_root
 from hcurv.network.precompute import read_chain
 from hcurv.network.problem import Problem
 from hcurv.network.root import Root
 from hcurv.precision import full_precision
 
-__all__ = ["compute_gradient", "compute_root"]
+__all__ = ["compute_root"]
 
 
 @full_precision
@@ -31,6 +29,7 @@ def compute_root(
     problem: Problem,
     workspace: int,
     progress: Callable[[int], object] | None = None,
+    batches: ModelBatches | None = None,
 ) -> tuple[Root, Problem, MemoryPlan]:
     """Read all of the data, and keep the rows of S.
 
@@ -38,6 +37,7 @@ def compute_root(
         problem: the model, the loss and the data.
         workspace: bytes of temporary memory to stay within.
         progress: called with the number of points done since the last call.
+        batches: the data of a model that is no chain, if it was looked at before.
 
     Returns:
         S; the problem, whose ``network`` is None if the model turned out to be no chain; and what
@@ -45,11 +45,14 @@ def compute_root(
     """
     # A model that turns out to be random must leave the user's random numbers as they were.
     with torch.random.fork_rng(devices=[problem.device] if problem.device.type == "cuda" else []):
-        return _compute_root(problem, workspace, progress)
+        return _compute_root(problem, workspace, progress, batches)
 
 
 def _compute_root(
-    problem: Problem, workspace: int, progress: Callable[[int], object] | None
+    problem: Problem,
+    workspace: int,
+    progress: Callable[[int], object] | None,
+    batches: ModelBatches | None,
 ) -> tuple[Root, Problem, MemoryPlan]:
     if problem.network is not None:
         done = 0
@@ -66,7 +69,8 @@ def _compute_root(
         except ChainMismatchError:
             advance(-done)
             problem = replace(problem, network=None)
-    root, plan = compute_layered_root(problem, workspace, progress)
+    batches = ModelBatches(problem, workspace) if batches is None else batches
+    root, plan = compute_layered_root(problem, batches, progress)
     return root, problem, plan
 
 
@@ -83,34 +87,3 @@ def _plan_of_chain(root: ChainRoot, workspace: int) -> MemoryPlan:
     more = root.num_stored_with_entries - stored.num_stored
     later = (StoredPart("derivatives", "plain", more / count),) if linearised else ()
     return MemoryPlan(parts, count, root.dtype.itemsize, workspace, later)
-
-
-def compute_gradient(
-    problem: Problem,
-    root: Root,
-    points: Tensor,
-    targets: Tensor,
-    weights: Tensor,
-    workspace: int,
-) -> Tensor:
-    """The flat gradient of Σ_i weights[i] f_i over some points, (N,).
-
-    Args:
-        problem: the model, the loss and the data.
-        root: S over these points.
-        points: the positions of the points in the data, (m,).
-        targets: their targets.
-        weights: their weights, (m,).
-        workspace: bytes of temporary memory to stay within.
-    """
-    if isinstance(root, ChainRoot):
-        assert problem.network is not None
-        return products.gradient(
-            problem.network, root.stored, problem.loss, targets, weights, workspace
-        )
-    # Points that do not belong to the matrix have no weight.
-    everything = weights.new_zeros(problem.num_points)
-    everything[points] = weights
-    spread = targets.new_zeros(problem.num_points, *targets.shape[1:])
-    spread[points] = targets
-    return model_gradient(problem, spread, everything)

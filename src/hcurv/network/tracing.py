@@ -334,7 +334,8 @@ def check_elementwise(activation: fx.GraphModule, stage: Stage, linear: nn.Linea
     names = _describe(activation)
     try:
         with torch.random.fork_rng(devices=[]):
-            elementwise = _acts_elementwise(activation, point, probe)
+            # A module of torch.fx that is called and fails prints a traceback; its method does not.
+            elementwise = _acts_elementwise(activation.forward, point, probe)
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         raise UnsupportedModelError(
             f"what follows '{stage.name}' ({names}) cannot be differentiated at an"

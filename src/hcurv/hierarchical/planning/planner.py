@@ -189,6 +189,9 @@ class _Planner:
             candidates = self._choose_exact()
         else:
             candidates = self._choose(tolerance or _DEFAULT_TOLERANCE, rank)
+            if tolerance == 0 and candidates[0].ordering == "none":
+                # The given rank suffices for the tolerance of the comparison, not for 0.
+                candidates = self._choose(_FINEST * torch.finfo(self._source.dtype).eps, rank)
         plan = Plan(tolerance, self._source.shape[0], candidates[0], tuple(candidates[1:]))
         return self._finish(plan, candidates[0])
 

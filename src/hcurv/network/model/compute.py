@@ -7,7 +7,7 @@ can be refused before it is allocated.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from hcurv.network.model.reader import ModelReader
 from hcurv.network.model_inputs import Inputs, map_inputs, num_points, split_inputs
 from hcurv.network.problem import Problem
 
-__all__ = ["compute_layered_root", "model_gradient"]
+__all__ = ["ModelBatches", "compute_layered_root", "model_gradient", "structural_orders"]
 
 # The first points, from which sizes are known.
 _FIRST_POINTS = 4
@@ -34,60 +34,97 @@ _OVERHEAD = 1.25
 _MAX_BATCH = 256
 
 
-def compute_layered_root(
-    problem: Problem, workspace: int, progress: Callable[[int], object] | None = None
-) -> tuple[LayeredRoot, MemoryPlan]:
-    """Read all of the data.
+class ModelBatches:
+    """The points of a model's data, read anew whenever they are asked for.
 
     Args:
         problem: the model, the loss and the data.
         workspace: bytes of temporary memory to stay within, as far as one point allows it.
+
+    Attributes:
+        num_points: the number of points.
+        batch: most points that are read at a time.
+        plan: what storing everything would take, and what reading takes.
+        num_rows: the number of rows of each point.
+
+    Raises:
+        UnsupportedModelError: the model cannot be read.
+    """
+
+    def __init__(self, problem: Problem, workspace: int) -> None:
+        self._problem, self.num_points = problem, problem.num_points
+        self._orders = structural_orders(problem.layout)
+        # Without points, sizes are learnt from those of another rank.
+        source = problem if problem.num_points else problem.first_points(_FIRST_POINTS)
+        self._reader = ModelReader(problem.snapshot, problem.loss, source.loss_rows)
+        few = _first_few(source)
+        first = self._reader.read(few, slice(0, num_points(few)))
+        self._reader.confirm(map_inputs(lambda tensor: tensor[1:], few))
+        per_point = _OVERHEAD * self._reader.working_floats / num_points(few)
+        size, most = problem.dtype.itemsize, max(1, problem.num_points)
+        self.batch = int(max(1, min(_MAX_BATCH, most, workspace // (per_point * size + 1))))
+        self.num_rows = first.num_rows
+        self.plan = MemoryPlan(
+            tuple(
+                StoredPart(name, _form(part), part.num_floats / num_points(few))
+                for name, part in zip(problem.layout.names, first.parts, strict=True)
+            ),
+            problem.num_points,
+            size,
+            int(self.batch * per_point * size),
+        )
+
+    def __iter__(self) -> Iterator[LayeredRoot]:
+        """Read the data once, and yield the root of one batch after the other."""
+        for chunk in self.chunks():
+            yield LayeredRoot((chunk,), self._problem.layout, self._orders)
+
+    def chunks(self) -> Iterator[StackedJacobian]:
+        """Read the data once, and yield the rows of S of one batch after the other."""
+        start = 0
+        for inputs in self._problem.inputs():
+            for some in split_inputs(inputs, self.batch):
+                points = slice(start, start + num_points(some))
+                chunk = self._reader.read(some, points)
+                _check_finite(chunk, points)
+                yield chunk
+                start = points.stop
+
+
+def compute_layered_root(
+    problem: Problem, batches: ModelBatches, progress: Callable[[int], object] | None = None
+) -> tuple[LayeredRoot, MemoryPlan]:
+    """Read all of the data, and keep it.
+
+    Args:
+        problem: the model, the loss and the data.
+        batches: the data, ready to be read.
         progress: called with the number of points done since the last call.
 
     Raises:
         InsufficientMemoryError: the rows do not fit into free memory; nothing was allocated.
         UnsupportedModelError: the model cannot be read.
     """
-    reader = ModelReader(problem.snapshot, problem.loss, problem.loss_rows)
-    few = _first_few(problem)
-    first = reader.read(few, slice(0, num_points(few)))
-    reader.confirm(map_inputs(lambda tensor: tensor[1:], few))
-    per_point = _OVERHEAD * reader.working_floats / num_points(few)
-    size = problem.dtype.itemsize
-    batch = int(max(1, min(_MAX_BATCH, problem.num_points, workspace // (per_point * size + 1))))
-    plan = MemoryPlan(
-        tuple(
-            StoredPart(name, _form(part), part.num_floats / num_points(few))
-            for name, part in zip(problem.layout.names, first.parts, strict=True)
-        ),
-        problem.num_points,
-        size,
-        int(batch * per_point * size),
-    )
+    plan = batches.plan
     require_bytes(
         plan.peak_bytes,
         problem.device,
         f"the precomputation for {problem.num_points} points and {problem.layout.size}"
-        f" parameters, with {first.num_rows} rows a point"
+        f" parameters, with {batches.num_rows} rows a point"
         f" ({format_bytes(plan.stored_bytes)} to be stored)",
         (
+            'pass factors="recompute", which stores nothing',
             "use fewer data points (the memory grows in proportion)",
             "pass num_samples=1, or a few more, if the loss has many outputs",
             "freeze layers that need not be part of the matrix with requires_grad_(False)",
             "convert the model and the data to float32, if they are float64",
         ),
     )
-    del first
     chunks: list[StackedJacobian] = []
-    start = 0
-    for inputs in problem.inputs():
-        for some in split_inputs(inputs, batch):
-            stop = start + num_points(some)
-            chunks.append(reader.read(some, slice(start, stop)))
-            _check_finite(chunks[-1], slice(start, stop))
-            start = stop
-            if progress is not None:
-                progress(num_points(some))
+    for chunk in batches.chunks():
+        chunks.append(chunk)
+        if progress is not None:
+            progress(chunk.num_points)
     return LayeredRoot(tuple(chunks), problem.layout, structural_orders(problem.layout)), plan
 
 

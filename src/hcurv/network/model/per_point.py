@@ -78,7 +78,11 @@ class PerPointColumns:
         for start in range(0, num_points(inputs), _CHUNK):
             some = slice(start, start + _CHUNK)
             part = map_inputs(lambda tensor: tensor[some], inputs)  # noqa: B023
-            parts.append(vmap(rows_of)(part, weights[some]))
+            found = vmap(rows_of)(part, weights[some])
+            if any(found[n].shape != (*weights[some].shape[:2], *chosen[n].shape) for n in names):
+                # The derivative of PReLU's slope comes without its sum over the units.
+                raise ValueError("a derivative has another shape than its parameter")
+            parts.append(found)
         return {
             name: torch.cat([part[name].detach().flatten(2) for part in parts]).permute(2, 1, 0)
             for name in names

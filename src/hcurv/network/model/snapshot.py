@@ -11,10 +11,18 @@ from torch import Tensor, nn
 
 from hcurv.arguments import check_callable
 from hcurv.layout import ParameterLayout
+from hcurv.network.model.sharded_model import is_sharded, whole_model
 from hcurv.network.model_inputs import Inputs, map_inputs
 from hcurv.network.tracing import UnsupportedModelError
 
-__all__ = ["ForwardFunction", "ModelSnapshot", "check_parameters", "unwrapped", "without_hooks"]
+__all__ = [
+    "ForwardFunction",
+    "ModelSnapshot",
+    "check_parameters",
+    "plain_model",
+    "unwrapped",
+    "without_hooks",
+]
 
 ForwardFunction: TypeAlias = Callable[[Any, Any], Tensor]
 
@@ -28,6 +36,18 @@ def unwrapped(model: nn.Module) -> nn.Module:
             model = inner
         else:
             return model
+
+
+def plain_model(model: nn.Module) -> nn.Module:
+    """The module inside wrappers; if it is sharded over ranks, a copy with whole parameters.
+
+    Args:
+        model: the model. If it is sharded, all of its ranks must call this at the same time.
+    """
+    if not isinstance(model, nn.Module):
+        return model
+    model = unwrapped(model)
+    return whole_model(model) if is_sharded(model) else model
 
 
 class ModelSnapshot:

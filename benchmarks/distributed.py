@@ -1,0 +1,265 @@
+"""Any amount of data, and several processes: factors recomputed, and points spread over ranks.
+
+make bench BENCH=distributed DATA=…  [PARTS="recompute ranks --points 2000"]
+
+recompute: classifier (c) on all training images of MNIST. Products, the diagonal and a compressed
+  matrix, with layer Jacobians in memory and recomputed at each call, alternating in one process;
+  then each of the two in a process of its own, for its peak of memory.
+resnet: ResNet-8 on all training images of CIFAR-10, whose Jacobians no ordinary memory holds.
+ranks: classifier (c) again, on 1, 2 and 4 processes with one thread each, which share the points:
+  times of products, the peak of each process, and messages and bytes beside the cost model of
+  docs/scale.md.
+
+A ratio is the time of what is new over that of what it is compared with: recomputed over stored,
+one rank over several.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+import hcurv
+from hcurv.experiments import reference_models, reference_networks
+from hcurv.experiments.measure import best_times, describe_machine, peak_extra_bytes
+from hcurv.experiments.reference_models import REFERENCE_MODELS
+from hcurv.experiments.reference_networks import REFERENCE_NETWORKS
+from hcurv.memory import format_bytes
+from hcurv.ranks import OneRank
+
+GB = 1e9
+PARTS = ("recompute", "resnet", "ranks")
+NETWORK, MODEL = "classifier (c)", "ResNet-8"
+COLUMNS = (1, 16, 128)
+TOLERANCE, ROUGH = 5e-2, 1e-1
+RANKS = (1, 2, 4)
+
+
+def classifier(num_points: int, data: str | None) -> tuple[nn.Module, Tensor]:
+    """Classifier (c), trained, and the first training images."""
+    found = reference_networks.train(REFERENCE_NETWORKS[NETWORK], data)
+    return found.model, found.inputs[:num_points].clone()
+
+
+def peak() -> float:
+    """The largest memory of this process so far, in GB, everything included."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GB
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """The time of one call."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def child(arguments: argparse.Namespace, *own: str) -> dict[str, float]:
+    """Run this file in a process of its own, and read what it prints in its last line."""
+    command = [sys.executable, __file__, *own, "--points", str(arguments.points or 0)]
+    if arguments.data:
+        command += ["--data", arguments.data]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def side_by_side(model: nn.Module, inputs: Tensor) -> None:
+    """Times of stored and recomputed Jacobians."""
+    matrices = {
+        factors: hcurv.GaussNewton(model, nn.CrossEntropyLoss(), inputs, factors=factors)
+        for factors in ("memory", "recompute")
+    }
+    stored, again = matrices.values()
+    print(
+        f"\n{NETWORK}: N = {stored.shape[0]}, n = {stored.num_points};"
+        f" stored {stored.nbytes / GB:.2f} GB"
+    )
+    for count in COLUMNS:
+        columns = torch.randn(
+            stored.shape[0], count, generator=torch.Generator().manual_seed(count)
+        )
+        times = best_times([lambda: stored @ columns, lambda: again @ columns], 3)  # noqa: B023
+        error = float((again @ columns - stored @ columns).norm() / (stored @ columns).norm())
+        line(f"product, {count} columns", times, f"difference {error:.0e}")
+    line("diagonal", [seconds(stored.diagonal), seconds(again.diagonal)])
+    passes = again.num_passes
+    times = [
+        seconds(lambda: hcurv.compress(matrix, tolerance=TOLERANCE))  # noqa: B023
+        for matrix in matrices.values()
+    ]
+    line(f"compress to {TOLERANCE:g}", times, f"{again.num_passes - passes} passes over the data")
+
+
+def recompute(arguments: argparse.Namespace) -> None:
+    """Stored and recomputed Jacobians: times side by side, then the memory of each."""
+    side_by_side(*classifier(arguments.points or 60_000, arguments.data))
+    gc.collect()
+    for factors in ("memory", "recompute"):
+        found = child(arguments, "one", "--factors", factors)
+        print(
+            f"  {factors}: peak {found['peak']:.2f} GB in all, {found['before']:.2f} GB before the"
+            f" matrix was made",
+            flush=True,
+        )
+
+
+def line(name: str, times: list[float], note: str = "") -> None:
+    """Print stored, recomputed and their ratio."""
+    print(
+        f"  {name:<24} stored {times[0]:8.3f} s   recomputed {times[1]:8.3f} s"
+        f"   ratio {times[1] / times[0]:.2f}   {note}",
+        flush=True,
+    )
+
+
+def one(arguments: argparse.Namespace) -> None:
+    """One matrix in a process of its own: everything once, and the peak of memory."""
+    model, inputs = classifier(arguments.points or 60_000, arguments.data)
+    before = peak()
+    H = hcurv.GaussNewton(model, nn.CrossEntropyLoss(), inputs, factors=arguments.factors)
+    H @ torch.ones(H.shape[0], 16)
+    H.diagonal()
+    hcurv.compress(H, tolerance=TOLERANCE)
+    print(json.dumps({"before": before, "peak": peak()}))
+
+
+def resnet(arguments: argparse.Namespace) -> None:
+    """A matrix whose Jacobians do not fit."""
+    count = arguments.points or 50_000
+    found = reference_models.train(REFERENCE_MODELS[MODEL], arguments.data)
+    data = (found.inputs[:count], found.targets[:count])
+    before = peak()
+    H = hcurv.GaussNewton(found.model, nn.CrossEntropyLoss(), data, factors="recompute")
+    again = hcurv.GaussNewton(found.model, nn.CrossEntropyLoss(), (data[0][:8], data[1][:8]))
+    whole = again.memory_plan().stored_bytes / 8 * count
+    print(
+        f"\n{MODEL}: N = {H.shape[0]}, n = {H.num_points}; stored, its factors would take"
+        f" {format_bytes(whole)}"
+    )
+    columns = torch.randn(H.shape[0], 16, generator=torch.Generator().manual_seed(0))
+    print(f"  product, 16 columns      {seconds(lambda: H @ columns):8.1f} s", flush=True)
+    print(f"  diagonal                 {seconds(H.diagonal):8.1f} s", flush=True)
+    passes, start = H.num_passes, time.perf_counter()
+    A = hcurv.compress(H, tolerance=ROUGH)
+    took = time.perf_counter() - start
+    print(
+        f"  compress to {ROUGH:g}          {took:8.1f} s   {H.num_passes - passes} passes, {A!r}\n"
+        f"  peak {peak():.2f} GB in all, {before:.2f} GB before the matrix was made",
+        flush=True,
+    )
+
+
+def ranks(arguments: argparse.Namespace) -> None:
+    """The same points on 1, 2 and 4 processes with one thread each."""
+    count = arguments.points or 60_000
+    classifier(count, arguments.data)  # trained once, for all ranks
+    print(f"\n{NETWORK} on several ranks, one thread each, n = {count}")
+    alone: dict[str, Any] = {}
+    for size in RANKS:
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+        command = [sys.executable, *command, __file__, "rank", "--points", str(count)]
+        if arguments.data:
+            command += ["--data", arguments.data]
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, check=True, env=_one_thread()
+        )
+        found = json.loads(done.stdout.strip().splitlines()[-1])
+        alone = alone or found
+        print(
+            f"  {size} ranks: {found['own']:.3f} GB at the most on a rank, for its points and the"
+            f" matrix; {found['own'] / alone['own']:.2f} of that of one rank"
+        )
+        for name in [key for key in found if key.startswith(("product", "diagonal"))]:
+            print(f"    {name:<24}{found[name]:8.3f} s   speed-up {alone[name] / found[name]:.2f}")
+        for name, (counted, predicted) in found["traffic"].items():
+            print(f"    {name:<24}{counted:12.0f} bytes sent, cost model {predicted:12.0f}")
+        sys.stdout.flush()
+
+
+def _one_thread() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def rank(arguments: argparse.Namespace) -> None:
+    """One of several processes, started by torchrun."""
+    distributed.init_process_group("gloo")
+    torch.set_num_threads(1)
+    model, inputs = classifier(arguments.points, arguments.data)
+    found: dict[str, object] = {}
+    extra = peak_extra_bytes(lambda: found.update(measure_rank(model, inputs)))
+    largest = torch.tensor([extra / GB], dtype=torch.float64)
+    distributed.all_reduce(largest, distributed.ReduceOp.MAX)
+    if distributed.get_rank() == 0:
+        print(json.dumps({**found, "own": float(largest)}))
+    distributed.destroy_process_group()
+
+
+def measure_rank(model: nn.Module, inputs: Tensor) -> dict[str, object]:
+    """Times and bytes of a rank that has its share of the points."""
+    number, size = distributed.get_rank(), distributed.get_world_size()
+    count = len(inputs)
+    own = inputs[count * number // size : count * (number + 1) // size].clone()
+    H = hcurv.GaussNewton(
+        model, nn.CrossEntropyLoss(), own, process_group=distributed.group.WORLD, factors="memory"
+    )
+    found: dict[str, object] = {}
+    traffic = {}
+    for columns in COLUMNS:
+        vectors = torch.randn(H.shape[0], columns, generator=torch.Generator().manual_seed(columns))
+        before = _sent(H.ranks)
+        H @ vectors
+        predicted = 0 if size == 1 else 16 * size + vectors.numel() * vectors.element_size()
+        traffic[f"product, {columns} columns"] = (_sent(H.ranks) - before, predicted)
+        found[f"product, {columns} columns"] = _together(lambda: H @ vectors)  # noqa: B023
+    return {**found, "diagonal": _together(H.diagonal, 1), "traffic": traffic}
+
+
+def _sent(known: OneRank) -> int:
+    return sum(traffic.num_bytes for traffic in known.traffic.values())
+
+
+def _together(run: Callable[[], object], repeats: int = 3) -> float:
+    """The best time of a call that all ranks make together."""
+    best = float("inf")
+    for _ in range(repeats):
+        distributed.barrier()
+        start = time.perf_counter()
+        run()
+        distributed.barrier()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def main() -> None:
+    """Run the parts that were asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", help=f"some of {', '.join(PARTS)} (default: all)")
+    parser.add_argument("--data", help="folder with mnist/ and cifar10/")
+    parser.add_argument("--points", type=int, help="fewer points, for a trial")
+    parser.add_argument("--factors", default="recompute", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    inner = {"one": one, "rank": rank}
+    known = {"recompute": recompute, "resnet": resnet, "ranks": ranks}
+    if arguments.parts and arguments.parts[0] in inner:
+        inner[arguments.parts[0]](arguments)
+        return
+    print(describe_machine())
+    for part in arguments.parts or PARTS:
+        known[part](arguments)
+
+
+if __name__ == "__main__":
+    main()
