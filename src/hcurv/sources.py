@@ -12,6 +12,7 @@ from hcurv.arguments import check_dense
 from hcurv.arrays import as_tensor
 from hcurv.indexing import Index, resolve_indices
 from hcurv.operators import EntryOperator, EntrySource, SymmetricOperator
+from hcurv.ranks import OneRank
 from hcurv.source_checks import CheckedProducts, CheckedSource, check_psd_entries, compare_parts
 
 __all__ = [
@@ -19,6 +20,8 @@ __all__ = [
     "MatrixProduct",
     "ProductSource",
     "RootedSource",
+    "SharedBlocks",
+    "SharedProduct",
     "as_operator",
     "as_products",
     "as_source",
@@ -27,6 +30,7 @@ __all__ = [
     "has_product",
     "name_of",
     "product",
+    "ranks_behind",
     "structural_orders",
 ]
 
@@ -176,6 +180,32 @@ class RootedSource(ProductSource, Protocol):
 
 
 @runtime_checkable
+class SharedProduct(Protocol):
+    """A matrix that is a sum of one term on each rank, and can be multiplied by its own term."""
+
+    def partial_product(self, rhs: Tensor, /) -> Tensor:
+        """Return the term of this rank times (N, k)."""
+
+
+@runtime_checkable
+class SharedBlocks(Protocol):
+    """A matrix that is a sum of one term on each rank, and knows the blocks of its own term."""
+
+    def partial_blocks(self, rows: Tensor, cols: Tensor) -> Tensor:
+        """Return many blocks of the term of this rank: (B, m), (B, k) → (B, m, k)."""
+
+
+def ranks_behind(source: object) -> OneRank:
+    """Return the ranks that a source is spread over, which are in its attribute ``ranks``.
+
+    All of them have to ask such a source for the same things in the same order. Of any other
+    source, every process has its own.
+    """
+    found = getattr(source, "ranks", None)
+    return found if isinstance(found, OneRank) else OneRank()
+
+
+@runtime_checkable
 class _BlocksSource(Protocol):
     def blocks(self, rows: Tensor, cols: Tensor) -> Tensor: ...
 
@@ -264,7 +294,9 @@ def as_source(matrix: EntrySource | Tensor) -> EntrySource:
         _check_dense(matrix.detach(), "the matrix", definite=True)
         return DenseMatrix(matrix)
     if isinstance(matrix, EntrySource):
-        checked: EntrySource = matrix if _is_ours(matrix) else _checked(matrix)
+        # A check of what one rank receives would not be one of what all ranks receive.
+        is_plain = _is_ours(matrix) or ranks_behind(matrix).size > 1
+        checked: EntrySource = matrix if is_plain else _checked(matrix)
         _check_shape(tuple(checked.shape), checked.dtype, "the matrix")
         _check_spot(checked)
         if isinstance(checked, CheckedSource):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hcurv.hierarchical.building.sketch import RandomProducts
+from hcurv.hierarchical.parts.row_share import RowShare
 from hcurv.sources import DenseMatrix
 from matrices import kernel_matrix
 
@@ -14,7 +15,7 @@ ROWS = torch.tensor([3, 0, 5, 7, 2])
 
 def random_products(max_kept: int) -> tuple[torch.Tensor, RandomProducts]:
     dense = kernel_matrix("gaussian", 9, 1)
-    return dense, RandomProducts(DenseMatrix(dense), ROWS, 0, max_kept=max_kept)
+    return dense, RandomProducts(DenseMatrix(dense), RowShare(ROWS), 0, max_kept=max_kept)
 
 
 def is_product(dense: torch.Tensor, panel: tuple[torch.Tensor, torch.Tensor]) -> bool:

@@ -5,19 +5,14 @@ from __future__ import annotations
 import math
 from contextlib import closing
 from dataclasses import replace
-from typing import Literal
+from os import PathLike
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from hcurv.hierarchical.building.construct import (
-    BuildSettings,
-    BuildStart,
-    Construction,
-    HSSStructure,
-    MatrixStructure,
-    construct,
-)
+from hcurv.hierarchical.building.checkpoint import Checkpoint
+from hcurv.hierarchical.building.construct import Construction
 from hcurv.hierarchical.building.damped_error import (
     badness,
     damped_step,
@@ -27,35 +22,27 @@ from hcurv.hierarchical.building.damped_error import (
 from hcurv.hierarchical.building.phases import Phases
 from hcurv.hierarchical.building.sampler import FIRST_RANK, num_columns_for
 from hcurv.hierarchical.building.shortfall import CompressionWarning, warn_of_shortfall
-from hcurv.hierarchical.building.sketch import RandomProducts
-from hcurv.hierarchical.building.storage_fit import fit_storage, max_floats
+from hcurv.hierarchical.building.storage_fit import max_floats
+from hcurv.hierarchical.builds import Builds
 from hcurv.hierarchical.matrix.hmatrix import HMatrix
-from hcurv.hierarchical.near_field.matrix import NearFieldStructure
 from hcurv.hierarchical.options import FINEST, Options, check_options
-from hcurv.hierarchical.parts.global_part import Remainder
-from hcurv.hierarchical.planning.ordering import choose_tree, default_leaf_size
-from hcurv.hierarchical.planning.planner import prepare
+from hcurv.hierarchical.planning.ordering import default_leaf_size
 from hcurv.hierarchical.planning.products_alone import construct_from_products
 from hcurv.hierarchical.planning.sampled_matrix import DEFAULT_WORKSPACE
 from hcurv.hierarchical.scaling import scale_of, scaled, unscaled
-from hcurv.hierarchical.tree.cluster_tree import Distance, cluster, depth_for
+from hcurv.hierarchical.tree.cluster_tree import Distance, depth_for
 from hcurv.layout import layout_of
 from hcurv.memory import require_bytes
 from hcurv.operators import EntrySource
 from hcurv.precision import full_precision
-from hcurv.sources import (
-    MatrixProduct,
-    as_products,
-    as_source,
-    has_entries,
-    structural_orders,
-)
+from hcurv.ranks import OneRank, ranks_of
+from hcurv.sources import MatrixProduct, as_products, as_source, has_entries, ranks_behind
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["CompressionWarning", "compress"]
 
-# If several builds may be needed, so many floats of random products are kept for the next one:
-# 1 GB in single precision.
-_KEPT_FLOATS = 2**28
 # With a damping, at most so many builds are made until the damped error is small enough.
 _MAX_DAMPED_BUILDS = 4
 
@@ -78,6 +65,8 @@ def compress(
     workspace: int = DEFAULT_WORKSPACE,
     seed: int = 0,
     progress: bool = False,
+    process_group: ProcessGroup | None = None,
+    checkpoint: str | PathLike[str] | None = None,
 ) -> HMatrix:
     """Compress a symmetric positive semi-definite matrix into a hierarchical one.
 
@@ -118,6 +107,13 @@ def compress(
             be considered for very large matrices.
         seed: seed of everything random. The result is a function of source, arguments and seed.
         progress: show on stderr what is being done, in planning and building, and for how long.
+        process_group: a group of `torch.distributed`, whose ranks share the matrix, the work and
+            the memory: the result is a `DistributedHMatrix`. It is not needed for a source that is
+            itself spread over ranks. Any other source is one that every rank has to itself. All
+            ranks have to pass the same arguments. ``workspace`` is then that of each rank.
+        checkpoint: a folder, in which the plan and what was built is saved after each level of the
+            tree. If the compression is interrupted, the same call goes on from there, and gives
+            the same matrix. The folder is made if there is none, and removed at the end.
 
     Returns:
         The compressed matrix; ``estimated_error`` is its relative error, estimated on random
@@ -128,6 +124,7 @@ def compress(
         TypeError, ValueError: the source is not such a matrix, an option has no valid value, or
             nothing fits into ``max_storage`` (the message names the smallest value that works).
         InsufficientMemoryError: the result would not fit into free memory.
+        FileFormatError: the checkpoint is damaged, or belongs to another compression.
 
     Warns:
         CompressionWarning: the estimated error is well above the tolerance. The message says why,
@@ -144,6 +141,10 @@ def compress(
         >>> x, exact = A.factorize(1e-2).solve(H @ b), H.factorize(1e-2).solve(H @ b)
         >>> bool((x - exact).norm() < 0.05 * exact.norm())
         True
+
+        A long compression that may be interrupted goes on when the same call is made again:
+
+        >>> A = hcurv.compress(H, tolerance=1e-2, checkpoint="A-checkpoint")
     """
     options = check_options(
         accuracy=accuracy,
@@ -161,19 +162,43 @@ def compress(
         progress=progress,
         workspace=workspace,
     )
-    with torch.no_grad(), closing(Phases(progress)) as phases:
+    ranks = ranks_behind(source)
+    is_private = ranks.size == 1
+    if is_private:
+        ranks = ranks_of(process_group)
+    ranks.same(**vars(options))
+    with torch.no_grad(), closing(Phases(progress and ranks.first)) as phases:
         scale = 1.0
         if not has_entries(source) and isinstance(source, MatrixProduct):
+            _check_products_alone(ranks, checkpoint)
             built = _compress_products(source, options, phases)
         else:
-            matrix = as_source(source)
-            options = options.for_source(matrix)
-            scale = scale_of(matrix)
+            with ranks.agreed():
+                matrix = as_source(source)
+            if is_private:
+                ranks.same(diagonal=matrix.diagonal())
+            options = options.for_source(matrix, ranks)
+            _check_checkpoint(options, checkpoint)
+            # Terms that are spread over ranks are taken as they are.
+            scale = scale_of(matrix) if ranks.size == 1 else 1.0
             if options.damping is not None:
                 options = replace(options, damping=options.damping / scale)
-            built = _compress(scaled(matrix, scale), options, phases)
-    warn_of_shortfall(built, options.max_storage is not None)
+            matrix = scaled(matrix, scale)
+            saved = Checkpoint(checkpoint, ranks, _asked(options), matrix.diagonal())
+            built = _compress(matrix, options, phases, ranks, saved)
+            saved.remove()
+    if ranks.first:
+        warn_of_shortfall(built, options.max_storage is not None)
     return unscaled(built.matrix, scale).with_layout(layout_of(source))
+
+
+def _check_products_alone(ranks: OneRank, checkpoint: str | PathLike[str] | None) -> None:
+    if ranks.size > 1 or checkpoint is not None:
+        raise ValueError(
+            "a matrix with products and no entries is compressed in one process, without a"
+            " checkpoint: leave process_group and checkpoint out, or give it diagonal() and"
+            " block(rows, cols)"
+        )
 
 
 def _compress_products(source: MatrixProduct, options: Options, phases: Phases) -> Construction:
@@ -182,7 +207,7 @@ def _compress_products(source: MatrixProduct, options: Options, phases: Phases) 
     operator = as_products(source, options.seed)
     if options.tolerance is None and options.global_rank is not None:
         options = replace(options, tolerance=0.0)  # a number of columns is an accuracy by itself
-    options, max_rank = options.for_source(operator), None
+    options, max_rank = options.for_source(operator, OneRank()), None
     if options.max_storage is not None:
         max_rank = min(operator.shape[0], int(options.max_storage * operator.shape[0]))
         if max_rank == 0:
@@ -206,11 +231,27 @@ def _compress_products(source: MatrixProduct, options: Options, phases: Phases) 
     )
 
 
-def _compress(source: EntrySource, options: Options, phases: Phases) -> Construction:
+def _check_checkpoint(options: Options, checkpoint: str | PathLike[str] | None) -> None:
+    if checkpoint is not None and (options.method != "sketch" or options.near_budget):
+        raise ValueError(
+            'checkpoint is for method="sketch" without a near field: use near_budget=0 and a source'
+            " with products, or leave the checkpoint out"
+        )
+
+
+def _asked(options: Options) -> dict[str, object]:
+    """What a checkpoint belongs to."""
+    return {name: value for name, value in vars(options).items() if name != "progress"}
+
+
+def _compress(
+    source: EntrySource, options: Options, phases: Phases, ranks: OneRank, saved: Checkpoint
+) -> Construction:
     """Plan, and build until the result is as small or as accurate as is asked for."""
     diagonal = source.diagonal()
     num_rows = int((diagonal > 0).sum())
-    _require_memory(source, num_rows, options)
+    with ranks.agreed():
+        _require_memory(source, num_rows, options, ranks)
     allowed = None
     if options.max_storage is not None:
         # Beside a global part, a matrix for solving stores at least the diagonal of the rest.
@@ -223,9 +264,9 @@ def _compress(source: EntrySource, options: Options, phases: Phases) -> Construc
             2 ** depth_for(num_rows, 1) if with_diagonal else 0,
         )
     if options.damping is not None:
-        built = _build_damped(source, diagonal, options, allowed, phases)
+        built = _build_damped(source, diagonal, options, allowed, phases, ranks, saved)
     else:
-        built = _Builds(source, diagonal, options, allowed, phases).first()
+        built = Builds(source, diagonal, options, allowed, phases, ranks, saved).first()
     stored, error = built.matrix.compression_rate, built.matrix.estimated_error
     phases.describe(f"compressed to {stored:.2%} of N², estimated error {error:.1e}")
     return built
@@ -237,6 +278,8 @@ def _build_damped(
     options: Options,
     allowed: int | None,
     phases: Phases,
+    ranks: OneRank,
+    saved: Checkpoint,
 ) -> Construction:
     """Build until (A + λI)⁻¹ is as accurate as is asked for, and A + λI positive definite."""
     damping, wanted = options.damping, options.tolerance
@@ -250,13 +293,13 @@ def _build_damped(
             tolerance = max(tolerance, finest)
     elif allowed is not None:
         tolerance = finest
-    builds: _Builds | None = None
+    builds: Builds | None = None
     best: Construction | None = None
     for _ in range(_MAX_DAMPED_BUILDS):
         if builds is None or not builds.start.tree.has_clusters:
             # A global part with a diagonal has to be planned anew to become more accurate.
             own = replace(options, tolerance=tolerance, damped_tolerance=wanted or None)
-            builds = _Builds(source, diagonal, own, allowed, phases)
+            builds = Builds(source, diagonal, own, allowed, phases, ranks, saved)
             built = builds.first()
         else:
             built = builds.build(tolerance)
@@ -273,116 +316,7 @@ def _build_damped(
     return best if is_safe else best.repaired()
 
 
-class _Builds:
-    """A plan, and builds of it with any tolerance.
-
-    Args:
-        source: the matrix.
-        diagonal: its diagonal.
-        options: what is asked for, with a tolerance in the Frobenius norm.
-        allowed: number of floats that are allowed, or None.
-        phases: where to count the time.
-
-    Attributes:
-        start: what was planned.
-    """
-
-    def __init__(
-        self,
-        source: EntrySource,
-        diagonal: Tensor,
-        options: Options,
-        allowed: int | None,
-        phases: Phases,
-    ) -> None:
-        assert options.tolerance is not None
-        self._least, self._allowed, self._phases = options.tolerance, allowed, phases
-        with phases.timed("planning"):
-            self.start = _plan(source, diagonal, options, allowed, phases)
-        part = self.start.global_part
-        self._rest = source if part is None else Remainder(source, part, diagonal)
-        self._products = None
-        if options.method == "sketch":
-            is_only = allowed is None and options.damping is None
-            with phases.timed("samples"):
-                self._products = RandomProducts(
-                    self._rest,
-                    self.start.tree.permutation,
-                    options.seed + 2,
-                    self.start.sketch,
-                    self.start.held_out,
-                    0 if is_only else _KEPT_FLOATS,
-                )
-        structure: MatrixStructure = HSSStructure()
-        if options.near_budget:
-            structure = NearFieldStructure(options.near_budget, options.distance, options.seed)
-        self._settings = BuildSettings(
-            structure,
-            options.max_rank,
-            options.distance,
-            options.damping,
-            options.damped_tolerance,
-            options.seed,
-        )
-
-    def build(self, tolerance: float) -> Construction:
-        """Build once."""
-        return construct(
-            self._rest, self.start, self._products, tolerance, self._settings, self._phases
-        )
-
-    def first(self) -> Construction:
-        """Build with the tolerance that was planned for, until the result fits."""
-        plan = self.start.plan
-        built = self.build(self._least if plan is None else plan.tolerance)
-        if self._allowed is None or not self.start.tree.has_clusters:
-            return built
-        return fit_storage(built, self._allowed, self._least, self.build)
-
-
-def _plan(
-    source: EntrySource,
-    diagonal: Tensor,
-    options: Options,
-    allowed: int | None,
-    phases: Phases,
-) -> BuildStart:
-    """Choose global rank, leaf size and ordering, whichever are left open."""
-    ordering, tolerance = options.ordering, options.tolerance
-    assert tolerance is not None
-    orders = structural_orders(source)
-    if options.method == "sketch":
-        return prepare(
-            source,
-            diagonal,
-            tolerance,
-            leaf_size=options.leaf_size,
-            ordering=ordering,
-            global_rank=options.global_rank,
-            max_floats=allowed,
-            keep_diagonal=options.damping is not None,
-            workspace=options.workspace,
-            seed=options.seed,
-            orders=orders,
-            phases=phases,
-        )
-    leaf_size = options.leaf_size or default_leaf_size(tolerance)
-    phases.describe("planning: ordering the rows")
-    if isinstance(ordering, str) and ordering == "auto":
-        tree = choose_tree(source, leaf_size, tolerance, diagonal, options.seed, orders)
-    else:
-        tree = cluster(
-            source,
-            leaf_size=leaf_size,
-            ordering=ordering,
-            seed=options.seed,
-            diagonal=diagonal,
-            orders=orders,
-        )
-    return BuildStart(None, tree, leaf_size)
-
-
-def _require_memory(source: EntrySource, num_kept: int, options: Options) -> None:
+def _require_memory(source: EntrySource, num_kept: int, options: Options, ranks: OneRank) -> None:
     """Check that there is memory for the least that is needed: leaf blocks, the first samples."""
     assert options.tolerance is not None
     leaf_size = options.leaf_size or default_leaf_size(options.tolerance)
@@ -393,7 +327,7 @@ def _require_memory(source: EntrySource, num_kept: int, options: Options) -> Non
         rank = min(FIRST_RANK, width if options.max_rank is None else options.max_rank)
         floats += 2 * num_kept * num_columns_for(rank)
     require_bytes(
-        floats * source.dtype.itemsize,
+        floats // ranks.size * source.dtype.itemsize,
         source.device,
         f"compressing a matrix of N = {source.shape[0]} with leaves of {leaf_size}",
         ("choose a smaller leaf_size or max_rank", "use float32"),

@@ -13,6 +13,7 @@ from hcurv.arguments import check_number
 from hcurv.hierarchical.tree.cluster_tree import Distance
 from hcurv.indexing import check_count, check_seed
 from hcurv.operators import EntrySource
+from hcurv.ranks import OneRank
 from hcurv.sources import MatrixProduct, has_product, name_of
 
 __all__ = ["FINEST", "Options", "check_options"]
@@ -97,13 +98,19 @@ class Options:
                 " diagonal() and block(rows, cols)"
             )
 
-    def for_source(self, source: EntrySource | MatrixProduct) -> Options:
+    def for_source(self, source: EntrySource | MatrixProduct, ranks: OneRank) -> Options:
         """These options with the defaults that depend on the source.
+
+        Args:
+            source: the matrix.
+            ranks: the ranks that share it.
 
         Raises:
             ValueError: the source cannot be compressed in this way.
         """
         product, method, tolerance = has_product(source), self.method, self.tolerance
+        if ranks.size > 1:
+            self._check_for_ranks(source, product, method)
         if method == "auto":
             method = "sketch" if product else "neighbors"
         if method == "sketch" and not product:
@@ -131,6 +138,21 @@ class Options:
         elif method == "neighbors" or (tolerance == 0 and self.max_rank is not None):
             rank = 0
         return replace(self, tolerance=tolerance, global_rank=rank, method=method)
+
+    def _check_for_ranks(
+        self, source: EntrySource | MatrixProduct, product: bool, method: str
+    ) -> None:
+        if method == "neighbors" or not product:
+            raise ValueError(
+                "a matrix is shared between ranks by its products"
+                f' (method="sketch"); {type(source).__name__} has'
+                f" {'products' if product else 'none'}, and method={method!r} was asked for"
+            )
+        if self.near_budget:
+            raise ValueError(
+                f"near_budget={self.near_budget:g} is for one process: a near field is not shared"
+                " between ranks. Use near_budget=0"
+            )
 
 
 def check_options(

@@ -15,7 +15,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hcurv.linalg.nystrom import double_gram, orthonormal, whitening
+from hcurv.linalg.nystrom import double_gram, orthonormal, tall_qr, whitening
+from hcurv.ranks import OneRank
 
 __all__ = ["GrowingNystrom"]
 
@@ -29,10 +30,18 @@ class GrowingNystrom:
     Args:
         multiply: Y from new directions (M', k): (M, k).
         is_root: whether ``multiply`` is Sᵀ, not H.
+        ranks: each of them has some rows of Q and Y, and of all tall matrices that come in or go
+            out. What is small is on all of them. None for one process.
     """
 
-    def __init__(self, multiply: Callable[[Tensor], Tensor], is_root: bool = False) -> None:
+    def __init__(
+        self,
+        multiply: Callable[[Tensor], Tensor],
+        is_root: bool = False,
+        ranks: OneRank | None = None,
+    ) -> None:
         self._multiply, self._is_root = multiply, is_root
+        self._ranks = OneRank() if ranks is None else ranks
         self._basis: list[Tensor] = []  # Q
         self._images: list[Tensor] = []  # Y
         self._core = torch.zeros(0, 0, dtype=torch.float64)  # T
@@ -79,28 +88,30 @@ class GrowingNystrom:
         if not self._is_root:
             if not self._basis:
                 # A small shift of H makes T positive definite in floating point.
-                norm = float(torch.linalg.vector_norm(images))
+                norm = float(torch.linalg.vector_norm(self._column_norms(images)))
                 self._shift = 1.5 * torch.finfo(images.dtype).eps * norm
             images.add_(fresh, alpha=self._shift)
         self._basis.append(fresh)
         self._images.append(images)
         right = fresh if self._is_root else images
-        self._core = _bordered(self._core, [(left.T @ right).double() for left in self._basis])
+        column = [(left.T @ right).double() for left in self._basis]
+        self._core = _bordered(self._core, self._total(column))
         if images.dtype != torch.float64:
-            self._gram = _bordered(self._gram, [double_gram(left, images) for left in self._images])
+            column = [double_gram(left, images) for left in self._images]
+            self._gram = _bordered(self._gram, self._total(column))
         self._spectrum = None
         return count
 
     def _new_directions(self, columns: Tensor) -> Tensor:
         """A well-conditioned basis of what the basis leaves of some columns."""
         eps = torch.finfo(columns.dtype).eps
-        before = torch.linalg.vector_norm(columns, dim=0)
+        before = self._column_norms(columns)
         after = before
         if self._basis:
             for _ in range(2):
                 for block in self._basis:
-                    columns.addmm_(block, block.T @ columns, alpha=-1)
-                after = torch.linalg.vector_norm(columns, dim=0)
+                    columns.addmm_(block, self._ranks.sum(block.T @ columns), alpha=-1)
+                after = self._column_norms(columns)
                 if bool((after >= math.sqrt(eps) * before).all()):
                     break
         keep = after > _ROUNDING * eps * before
@@ -110,11 +121,24 @@ class GrowingNystrom:
             columns, before, after = columns[:, keep], before[keep], after[keep]
         rounding = _ROUNDING * eps * float((before / after).median())
         if columns.dtype == torch.float64:
-            return orthonormal(columns, negligible=rounding)
-        gram = double_gram(columns, columns)
+            return orthonormal(columns, negligible=rounding, ranks=self._ranks)
+        gram = double_gram(columns, columns, self._ranks)
         norms = gram.diagonal().sqrt()
         mixing = whitening(gram / norms / norms[:, None], rounding**2) / norms[:, None]
         return columns @ mixing.to(columns.dtype)
+
+    def _column_norms(self, columns: Tensor) -> Tensor:
+        """Norms of tall columns, (k,)."""
+        norms: Tensor = torch.linalg.vector_norm(columns, dim=0)
+        if self._ranks.size == 1:
+            return norms
+        return self._ranks.sum(norms.double().square()).sqrt().to(norms.dtype)
+
+    def _total(self, parts: list[Tensor]) -> list[Tensor]:
+        """Sums over all ranks, in one message."""
+        if self._ranks.size == 1:
+            return parts
+        return list(self._ranks.sum(torch.cat(parts)).split([part.shape[0] for part in parts]))
 
     def _solved(self) -> tuple[Tensor, Tensor]:
         """Eigenvalues of the approximation, descending, and M with V = Y M."""
@@ -124,7 +148,11 @@ class GrowingNystrom:
             white = self._whitening()
             if self._images[0].dtype == torch.float64:
                 # The squares in YᵀY would halve the number of digits.
-                triangle = torch.linalg.qr(torch.cat(self._images, 1) @ white, mode="r").R
+                tall = torch.cat(self._images, 1) @ white
+                if self._ranks.size > 1:
+                    triangle = tall_qr(tall, self._ranks)[1]
+                else:
+                    triangle = torch.linalg.qr(tall, mode="r").R
                 _, roots, rotation = torch.linalg.svd(triangle, full_matrices=False)
                 values, rotation = roots.square(), rotation.T
             else:
@@ -155,14 +183,19 @@ class GrowingNystrom:
         """Eigenvalues of the approximation, descending, in double precision."""
         return self._solved()[0]
 
-    def rows(self, index: Tensor, rank: int) -> Tensor:
-        """Some rows of V with ``rank`` columns, (…, rank)."""
-        found = torch.cat([block[index] for block in self._images], -1)
+    def rows(self, take: Callable[[Tensor], Tensor], rank: int) -> Tensor:
+        """Some rows of V with ``rank`` columns, (…, rank).
+
+        Args:
+            take: takes these rows of a tall matrix (M, k): (…, k).
+            rank: number of columns.
+        """
+        found = torch.cat([take(block) for block in self._images], -1)
         return found @ self._mixing(rank, found)
 
     def mix(self, columns: Tensor, rank: int) -> Tensor:
         """Vᵀ times (M, k), for V with ``rank`` columns."""
-        mixed = torch.cat([block.T @ columns for block in self._images])
+        mixed = self._ranks.sum(torch.cat([block.T @ columns for block in self._images]))
         return self._mixing(rank, mixed).T @ mixed
 
     def remainder(self, columns: Tensor, products: Tensor) -> Tensor:

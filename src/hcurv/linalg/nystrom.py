@@ -13,7 +13,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["double_gram", "leading", "nystrom", "nystrom_of_sketch", "orthonormal", "whitening"]
+from hcurv.ranks import OneRank
+
+__all__ = [
+    "double_gram",
+    "leading",
+    "nystrom",
+    "nystrom_of_sketch",
+    "orthonormal",
+    "tall_qr",
+    "whitening",
+]
 
 # Rows are converted to double precision in strips of this many floats, which fit into a cache, but
 # of at least so many rows.
@@ -30,26 +40,35 @@ _SAFE = 1e-9
 _GRADED = 1e-4
 # A Gaussian matrix with at most this ratio of columns to rows has singular values within 1 ± 1/4.
 _TALL = 1 / 16
+# One process has all rows of a tall matrix.
+_ALONE = OneRank()
 
 
-def orthonormal(columns: Tensor, rounds: int = 2, negligible: float = 0.0) -> Tensor:
+def orthonormal(
+    columns: Tensor, rounds: int = 2, negligible: float = 0.0, ranks: OneRank = _ALONE
+) -> Tensor:
     """Return a basis of the range of tall columns. Single precision uses Gram matrices in double.
 
     One round makes it well conditioned, a second one orthonormal. Directions below a
-    ``negligible`` share of the largest count as zero (for columns in double precision).
+    ``negligible`` share of the largest count as zero (for columns in double precision). Each of
+    the ``ranks`` has some rows of the columns, and of the basis.
     """
     if columns.dtype == torch.float64:
-        basis, triangle = torch.linalg.qr(columns)
+        basis, triangle = tall_qr(columns, ranks)
         sizes = triangle.diagonal().abs()
         safe = max(_DEPENDENT, 10 * sizes.numel() * negligible)
         if not sizes.numel() or bool((sizes > safe * sizes.max()).all()):
-            return basis  # type: ignore[no-any-return]
-        basis, values, _ = torch.linalg.svd(columns, full_matrices=False)
+            return basis
+        if ranks.size > 1:
+            rotation, values, _ = torch.linalg.svd(triangle, full_matrices=False)
+            basis = basis @ rotation
+        else:
+            basis, values, _ = torch.linalg.svd(columns, full_matrices=False)
         least = max(torch.finfo(columns.dtype).eps, negligible)
-        basis = basis[:, values > least * values[:1]]
-        return basis  # type: ignore[no-any-return]
+        kept: Tensor = basis[:, values > least * values[:1]]
+        return kept
     for _ in range(rounds):
-        gram = double_gram(columns, columns)
+        gram = double_gram(columns, columns, ranks)
         norms = gram.diagonal().sqrt()
         if not bool(norms.all()):
             columns, gram = columns[:, norms > 0], gram[norms > 0][:, norms > 0]
@@ -57,6 +76,21 @@ def orthonormal(columns: Tensor, rounds: int = 2, negligible: float = 0.0) -> Te
         mixing = whitening(gram / norms / norms[:, None]) / norms[:, None]
         columns = columns @ mixing.to(columns.dtype)
     return columns
+
+
+def tall_qr(columns: Tensor, ranks: OneRank = _ALONE) -> tuple[Tensor, Tensor]:
+    """Q and R of tall columns, of which each rank has some rows; R is on all ranks.
+
+    Each rank factorizes its own rows, and all of them the triangles of all (Demmel, Grigori,
+    Hoemmen, Langou 2012). This is as accurate as one QR factorization of all rows.
+    """
+    own, triangle = torch.linalg.qr(columns)
+    if ranks.size == 1:
+        return own, triangle
+    triangles = ranks.gather(triangle)
+    start = sum(one.shape[0] for one in triangles[: ranks.rank])
+    basis, joint = torch.linalg.qr(torch.cat(triangles))
+    return own @ basis[start : start + triangle.shape[0]], joint
 
 
 def whitening(gram: Tensor, negligible: float = 0.0) -> Tensor:
@@ -79,8 +113,11 @@ def whitening(gram: Tensor, negligible: float = 0.0) -> Tensor:
     return mixing
 
 
-def double_gram(left: Tensor, right: Tensor) -> Tensor:
-    """Return leftᵀ right in double precision. If both are one tensor, half of it is computed."""
+def double_gram(left: Tensor, right: Tensor, ranks: OneRank = _ALONE) -> Tensor:
+    """Return leftᵀ right in double precision. If both are one tensor, half of it is computed.
+
+    Each of the ``ranks`` has some rows of both, and all have the result.
+    """
     width, symmetric = left.shape[1], left is right
     result = torch.zeros(width, right.shape[1], dtype=torch.float64, device=left.device)
     step = max(_GRAM_ROWS, _GRAM_FLOATS // max(1, width))
@@ -92,7 +129,8 @@ def double_gram(left: Tensor, right: Tensor) -> Tensor:
         for start in range(0, width, _GRAM_PANEL):
             part = slice(start, start + _GRAM_PANEL)
             result[part, start:].addmm_(rows[:, part].T, rows[:, start:])
-    return result.triu_().add_(result.triu(1).T) if symmetric else result
+    result = result.triu_().add_(result.triu(1).T) if symmetric else result
+    return ranks.sum(result) if ranks.size > 1 else result
 
 
 def leading(columns: Tensor, mixing: Tensor | None = None) -> tuple[Tensor, Tensor]:

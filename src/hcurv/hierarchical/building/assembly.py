@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,10 +13,14 @@ from hcurv.hierarchical.parts.levels import Basis, Coupling, LeafBlocks, row_tab
 from hcurv.hierarchical.parts.shape_groups import group_by_shape
 from hcurv.memory import require_bytes
 from hcurv.operators import EntrySource
+from hcurv.ranks import OneRank
 from hcurv.sources import blocks
 
 __all__ = [
+    "Batch",
     "NodeInterpolations",
+    "basis_batches",
+    "coupling_batches",
     "leaf_blocks",
     "make_bases",
     "make_couplings",
@@ -29,22 +34,32 @@ _BLOCK_ENTRIES = 2**23
 _REQUEST_ENTRIES = 2**17
 
 
-def leaf_blocks(source: EntrySource, rows: Tensor, bounds: Tensor) -> LeafBlocks:
+def leaf_blocks(
+    source: EntrySource,
+    rows: Tensor,
+    bounds: Tensor,
+    ranks: OneRank | None = None,
+    width: int | None = None,
+) -> LeafBlocks:
     """Diagonal blocks of all leaves.
 
     Args:
         source: the matrix.
         rows: all its rows in tree order, (M,).
         bounds: where the leaves begin and end, (number of leaves + 1,).
+        ranks: the ranks that do the same for other leaves; None for one process.
+        width: rows of the largest leaf of all ranks; None if all leaves are here.
     """
     counts = bounds.diff()
-    width, num_leaves = int(counts.max()), counts.numel()  # leaves differ by one row at most
-    require_bytes(
-        num_leaves * width**2 * source.dtype.itemsize,
-        source.device,
-        f"the diagonal blocks of {num_leaves} leaves",
-        ("choose a smaller leaf_size", "use float32"),
-    )
+    width = int(counts.max()) if width is None else width  # leaves differ by one row at most
+    num_leaves = counts.numel()
+    with (OneRank() if ranks is None else ranks).agreed():
+        require_bytes(
+            num_leaves * width**2 * source.dtype.itemsize,
+            source.device,
+            f"the diagonal blocks of {num_leaves} leaves",
+            ("choose a smaller leaf_size", "use float32"),
+        )
     index = _lookup(rows, row_table(bounds[:-1], counts, width, rows.numel()))
     values = torch.empty(num_leaves, width, width, dtype=source.dtype, device=source.device)
     step = max(1, _BLOCK_ENTRIES // max(1, width**2))
@@ -126,12 +141,48 @@ def skeleton_scales(interpolations: list[NodeInterpolations], ranks: Tensor) -> 
     return result
 
 
+class Batch(NamedTuple):
+    """Nodes, or pairs of nodes, whose blocks are stored together.
+
+    Attributes:
+        members: their numbers, ascending.
+        height: largest number of rows of a block.
+        width: largest number of columns.
+    """
+
+    members: Tensor
+    height: int
+    width: int
+
+
+def basis_batches(counts: Tensor, ranks: Tensor) -> list[Batch]:
+    """Group the nodes of a level by the shapes of their bases; nodes of rank 0 have none."""
+    found = []
+    # A node that consists of skeleton rows stores nothing, but they have to be carried upwards.
+    for group in group_by_shape((counts - ranks).clamp(min=1), ranks):
+        rank, num_rest = int(ranks[group].max()), int((counts - ranks)[group].max())
+        if rank:
+            found.append(Batch(group, num_rest, rank))
+    return found
+
+
+def coupling_batches(counts: Tensor, pairs: Tensor) -> list[Batch]:
+    """Group pairs of nodes by the shapes of their blocks; empty blocks are left out."""
+    sizes, found = counts[pairs], []
+    for group in group_by_shape(sizes[:, 0], sizes[:, 1]):
+        height, width = sizes[group].amax(0).tolist()
+        if int(sizes[group].prod(1).max()):
+            found.append(Batch(group, height, width))
+    return found
+
+
 def make_bases(
     interpolations: list[NodeInterpolations],
     starts: Tensor,
     counts: Tensor,
     ranks: Tensor,
     size_below: int,
+    batches: list[Batch],
 ) -> tuple[Basis, ...]:
     """Batch the bases of a level by shape; nodes of rank 0 have none.
 
@@ -141,14 +192,10 @@ def make_bases(
         counts: number of its rows, (nodes,).
         ranks: ranks of all nodes, (nodes,).
         size_below: number of rows on the level below, the position that stands for padding.
+        batches: which nodes are stored together.
     """
-    # A node that consists of skeleton rows stores nothing, but they have to be carried upwards.
-    groups = group_by_shape((counts - ranks).clamp(min=1), ranks)
     result = []
-    for group in groups:
-        rank, num_rest = int(ranks[group].max()), int((counts - ranks)[group].max())
-        if rank == 0:
-            continue
+    for group, num_rest, rank in batches:
         places = torch.full_like(ranks, -1)  # of nodes in the group
         places[group] = torch.arange(group.numel(), device=group.device)
         weights = interpolations[0].weights.new_zeros(group.numel(), num_rest, rank)
@@ -174,7 +221,11 @@ def make_bases(
 
 
 def make_couplings(
-    source: EntrySource, rows: Tensor, counts: Tensor, pairs: Tensor
+    source: EntrySource,
+    rows: Tensor,
+    counts: Tensor,
+    pairs: Tensor,
+    batches: list[Batch] | None = None,
 ) -> tuple[Coupling, ...]:
     """Blocks of entries between the rows of pairs of nodes, batched by shape.
 
@@ -183,6 +234,7 @@ def make_couplings(
         rows: matrix rows of all nodes of a level, node by node.
         counts: number of rows of each node.
         pairs: pairs of nodes, (P, 2).
+        batches: which pairs are stored together; None to choose.
     """
     if pairs.shape[0] == 0:
         return ()
@@ -193,11 +245,9 @@ def make_couplings(
     ]
     places = pairs.new_zeros(pairs.shape[0])
     result = []
-    for group in group_by_shape(sizes[:, 0], sizes[:, 1]):
-        shape = sizes[group].amax(0).tolist()
-        if int(sizes[group].prod(1).max()) == 0:
-            continue
-        if len(requests) == 1 and group.numel() == pairs.shape[0]:
+    for group, *shape in coupling_batches(counts, pairs) if batches is None else batches:
+        is_all = len(requests) == 1 and group.numel() == pairs.shape[0]
+        if is_all and list(requests[0][1].shape[1:]) == shape:
             values = requests[0][1]
         else:
             places.fill_(-1)

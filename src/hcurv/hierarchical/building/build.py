@@ -10,13 +10,17 @@ import torch
 from torch import Tensor
 
 from hcurv.hierarchical.building.assembly import (
+    Batch,
     NodeInterpolations,
+    basis_batches,
+    coupling_batches,
     leaf_blocks,
     make_bases,
     make_couplings,
     skeleton_places,
     skeleton_scales,
 )
+from hcurv.hierarchical.building.checkpoint import BuildCheckpoint, BuildState
 from hcurv.hierarchical.building.error_budget import ErrorBudget
 from hcurv.hierarchical.building.level_step import choose_skeletons
 from hcurv.hierarchical.building.phases import Phases
@@ -27,8 +31,17 @@ from hcurv.hierarchical.building.sampler import (
     Sampler,
     num_columns_for,
 )
+from hcurv.hierarchical.building.shared_rest import OwnEntries, SharedRest
 from hcurv.hierarchical.building.skeleton_columns import AdaptiveSampler
-from hcurv.hierarchical.parts.levels import Coupling, LeafBlocks, Level, row_table
+from hcurv.hierarchical.parts.levels import (
+    Coupling,
+    LeafBlocks,
+    Level,
+    identity_bases,
+    row_table,
+)
+from hcurv.hierarchical.parts.node_share import NodeShare
+from hcurv.hierarchical.parts.row_share import RowShare
 from hcurv.hierarchical.parts.shape_groups import group_by_shape
 from hcurv.hierarchical.tree.block_pattern import BlockPattern
 from hcurv.hierarchical.tree.cluster_tree import ClusterTree
@@ -58,12 +71,17 @@ class BuiltBlocks(NamedTuple):
     Attributes:
         leaves: diagonal blocks of the leaves.
         dense: dense blocks of pairs of different leaves.
-        levels: bases and couplings, from the leaves up.
+        levels: bases and couplings, from the leaves up; of this rank if ranks share them.
+        ranks: then the ranks of all nodes of these levels,
+        top: and the levels from the cut level up, which are on every rank. On the lowest of them
+            the skeletons of the cut level are all rows.
     """
 
     leaves: LeafBlocks
     dense: tuple[Coupling, ...]
     levels: tuple[Level, ...]
+    ranks: tuple[Tensor, ...] = ()
+    top: tuple[Level, ...] = ()
 
 
 @dataclass
@@ -83,6 +101,22 @@ class _Attempt:
     squared_error: float = 0.0
 
 
+class _BuiltLevel(NamedTuple):
+    """One level.
+
+    Attributes:
+        level: bases and couplings of the own nodes.
+        places: where their skeleton rows lie among the rows of the level.
+        above: these rows as those of the level above.
+        ranks: ranks of all nodes.
+    """
+
+    level: Level
+    places: Tensor
+    above: LevelRows
+    ranks: Tensor
+
+
 class Builder:
     """Builds the blocks of a hierarchical matrix.
 
@@ -93,6 +127,8 @@ class Builder:
         budget: how much error every node may make.
         max_rank: rank cap.
         phases: where to count the time and show progress.
+        nodes: the nodes of this rank; None for one process. If ranks share them, the source is a
+            `SharedRest`.
 
     Attributes:
         num_capped: number of nodes that the cap kept from their tolerance.
@@ -106,20 +142,50 @@ class Builder:
         budget: ErrorBudget,
         max_rank: int,
         phases: Phases,
+        nodes: NodeShare | None = None,
     ) -> None:
         self._source, self._tree, self._pattern = source, tree, pattern
         self._budget, self._max_rank, self._phases = budget, max_rank, phases
+        self._alone = NodeShare(RowShare(tree.permutation))
+        self._nodes = self._alone if nodes is None else nodes
         self.num_capped = 0
 
-    def build(self, first: Sampler) -> BuiltBlocks:
-        """Build all blocks from the leaves up, from samples that ``first`` takes."""
-        tree, order, phases = self._tree, self._tree.permutation, self._phases
-        sampler = AdaptiveSampler(first, tree.num_kept, self._pattern)
-        bounds = tree.bounds(tree.depth)
+    def build(self, first: Sampler, checkpoint: BuildCheckpoint | None = None) -> BuiltBlocks:
+        """Build all blocks from the leaves up.
+
+        Args:
+            first: takes samples on the lower levels.
+            checkpoint: where to go on, and where to save what was built after each level.
+        """
+        tree, phases = self._tree, self._phases
+        sampler = AdaptiveSampler(first, tree.num_kept, self._pattern, self._nodes)
         phases.expect(tree.depth + 1)
-        phases.describe(f"building: blocks of {2**tree.depth} leaves")
-        with phases.timed("leaf blocks"):
-            leaves = leaf_blocks(self._source, order, bounds)
+        state = None if checkpoint is None else self._resume(sampler, checkpoint)
+        if state is None:
+            state = self._begin(sampler)
+        for depth in range(state.depth, 0, -1):
+            phases.advance()
+            phases.describe(f"building: level {depth}, {2**depth} nodes")
+            self._advance(sampler, state)
+            if checkpoint is not None:
+                state.spent, state.num_capped = self._budget.spent, self.num_capped
+                with phases.timed("checkpoint"):
+                    checkpoint.save(state, sampler)
+        phases.advance()
+        return BuiltBlocks(
+            state.leaves, state.dense, tuple(state.levels), tuple(state.ranks), tuple(state.top)
+        )
+
+    def _begin(self, sampler: AdaptiveSampler) -> BuildState:
+        """The leaves."""
+        tree, nodes = self._tree, self._nodes
+        order, bounds = nodes.share.own_rows, nodes.leaf_bounds(tree)
+        self._phases.describe(f"building: blocks of {2**tree.depth} leaves")
+        with self._phases.timed("leaf blocks"):
+            source = self._entries()
+            width = int(tree.bounds(tree.depth).diff().max())
+            leaves = leaf_blocks(source, order, bounds, nodes.share.ranks, width)
+            _finish(source)
             pairs = self._pattern.dense_pairs()
             dense = make_couplings(self._source, order, bounds.diff(), pairs)
         rows = LevelRows(
@@ -129,87 +195,182 @@ class Builder:
             torch.ones(order.numel() + 1, dtype=self._source.dtype, device=order.device),
         )
         sampler.begin((leaves, *dense), rows)
-        levels: list[Level] = []
-        for depth in range(tree.depth, 0, -1):
-            phases.advance()
-            phases.describe(f"building: level {depth}, {2**depth} nodes")
-            level, places, above = self._build_level(sampler, rows, depth)
-            levels.append(level)
-            if depth > 1:
-                with phases.timed("samples"):
-                    sampler.ascend(level, places, above)
-            rows = above
-        phases.advance()
-        return BuiltBlocks(leaves, dense, tuple(levels))
+        return BuildState(tree.depth, rows, leaves, dense)
+
+    def _resume(self, sampler: AdaptiveSampler, checkpoint: BuildCheckpoint) -> BuildState | None:
+        """What an interrupted build left, with the samples brought to its level."""
+        state = checkpoint.load(self._nodes.leaf_bounds(self._tree))
+        if state is None:
+            return None
+        sampler.begin((state.leaves,), state.rows)
+        for level in state.levels:
+            sampler.skip(level)
+        if state.top:
+            cut = self._nodes.cut
+            assert cut is not None
+            counts = self._nodes.row_counts(state.ranks[-1], cut)
+            sampler.join(self._source, state.rows, counts)
+            for level in state.top:
+                sampler.skip(level)
+        sampler.restore(state.samples, state.rows, state.depth)
+        self._budget.spend(state.spent)
+        self.num_capped = state.num_capped
+        return state
+
+    def _advance(self, sampler: AdaptiveSampler, state: BuildState) -> None:
+        """Build one level, and bring the samples to the next one."""
+        depth, cut = state.depth, self._nodes.cut
+        nodes = self._alone if cut is None or depth < cut else self._nodes
+        built = self._build_level(sampler, state.rows, depth, nodes)
+        state.rows, state.depth = built.above, depth - 1
+        if nodes.is_shared:
+            state.ranks.append(built.ranks)
+        (state.top if self._nodes.is_shared and not nodes.is_shared else state.levels).append(
+            built.level
+        )
+        if depth > 1 or nodes.is_shared:
+            with self._phases.timed("samples"):
+                sampler.ascend(built.level, built.places, state.rows)
+        if depth == cut:
+            level, state.rows = self._join(sampler, state.rows, built.ranks, depth)
+            state.top.append(level)
+
+    def _entries(self) -> EntrySource:
+        """Where to read the entries of own leaves."""
+        if not self._nodes.is_shared:
+            return self._source
+        assert isinstance(self._source, SharedRest)
+        return OwnEntries(self._source)
 
     def _build_level(
-        self, sampler: AdaptiveSampler, rows: LevelRows, depth: int
-    ) -> tuple[Level, Tensor, LevelRows]:
-        """A level, the places of its skeleton rows, and these as the rows of the level above."""
-        nodes = self._interpolate(sampler, rows, depth)
-        ranks = torch.zeros_like(rows.counts)
-        for some in nodes:
-            ranks[some.nodes] = some.ranks
+        self, sampler: AdaptiveSampler, rows: LevelRows, depth: int, nodes: NodeShare
+    ) -> _BuiltLevel:
+        """One level of own nodes. On the cut level, couplings are left to `_join`."""
+        counts = nodes.of_all(rows.counts, depth)
+        found = self._interpolate(sampler, rows, counts, depth, nodes)
+        own_ranks = torch.zeros_like(rows.counts)
+        for some in found:
+            own_ranks[some.nodes] = some.ranks
+        ranks = nodes.of_all(own_ranks, depth)
+
+        def own(batches: list[Batch], level: int) -> list[Batch]:
+            return [batch._replace(members=nodes.own_of(batch.members, level)) for batch in batches]
+
         with self._phases.timed("assembly"):
-            bases = make_bases(nodes, rows.starts, rows.counts, ranks, rows.size)
-            places = skeleton_places(bases, ranks)
-            counts = ranks.view(-1, 2).sum(1)
+            batches = own(basis_batches(counts, ranks), depth)
+            bases = make_bases(found, rows.starts, rows.counts, own_ranks, rows.size, batches)
+            places = skeleton_places(bases, own_ranks)
+            sizes = own_ranks if depth == nodes.cut else own_ranks.view(-1, 2).sum(1)
             above = LevelRows(
                 rows.positions[places],
-                counts.cumsum(0) - counts,
-                counts,
-                skeleton_scales(nodes, ranks),
+                sizes.cumsum(0) - sizes,
+                sizes,
+                skeleton_scales(found, own_ranks),
             )
+        couplings: tuple[Coupling, ...] = ()
+        with self._phases.timed("couplings"):
+            pairs = self._pattern.coupled_pairs(depth)
+            source, index = sampler.entries(places)
+            if not nodes.is_shared:
+                couplings = make_couplings(source, index, ranks, pairs)
+            elif depth != nodes.cut:
+                batches = own(coupling_batches(ranks, pairs), depth - 1)
+                own_pairs = nodes.own_pairs(depth)
+                couplings = make_couplings(source, index, own_ranks, own_pairs, batches)
+                _finish(source)
+        level = Level(own_ranks, rows.size, bases, couplings)
+        return _BuiltLevel(level, places, above, ranks)
+
+    def _join(
+        self, sampler: AdaptiveSampler, rows: LevelRows, ranks: Tensor, depth: int
+    ) -> tuple[Level, LevelRows]:
+        """Give the skeletons of the cut level to all ranks.
+
+        Args:
+            sampler: the samples, on the skeleton rows of the cut level.
+            rows: the own ones of these rows, by the nodes of the cut level.
+            ranks: ranks of all nodes.
+            depth: the cut level.
+
+        Returns:
+            The lowest of the levels that all ranks have, and its rows, by the nodes above it.
+        """
+        nodes = self._nodes
+        every = rows.of_all(nodes, ranks, depth)
+        sampler.join(self._source, every, nodes.row_counts(ranks, depth))
+        places = torch.arange(every.size, device=ranks.device)
         with self._phases.timed("couplings"):
             pairs = self._pattern.coupled_pairs(depth)
             couplings = make_couplings(*sampler.entries(places), ranks, pairs)
-        return Level(ranks, rows.size, bases, couplings), places, above
+        level = Level(ranks, every.size, identity_bases(ranks, self._source.dtype), couplings)
+        sizes = ranks.view(-1, 2).sum(1)
+        above = LevelRows(every.positions, sizes.cumsum(0) - sizes, sizes, every.scales)
+        if depth > 1:
+            sampler.ascend(level, places, above)
+        return level, above
 
     def _interpolate(
-        self, sampler: AdaptiveSampler, rows: LevelRows, depth: int
+        self,
+        sampler: AdaptiveSampler,
+        rows: LevelRows,
+        counts: Tensor,
+        depth: int,
+        nodes: NodeShare,
     ) -> list[NodeInterpolations]:
-        """Skeletons and weights of the nodes of one level.
+        """Skeletons and weights of the own nodes of one level.
 
         The sample grows until it has columns enough for the ranks that the tolerance asks for. It
-        is tried on the nodes with most rows first.
+        is tried on the nodes with most rows first, whichever rank has them.
         """
-        counts = rows.counts
-        rank = min(self._max_rank, rows.largest, FIRST_RANK)
+        largest = int(counts.max())
+        rank = min(self._max_rank, largest, FIRST_RANK)
         with self._phases.timed("samples"):
             sampler.grow(max(sampler.num_columns, num_columns_for(rank)))
         # Padding takes time, and so does every group.
-        padding = _GROUP_FLOPS // max(1, rows.largest * sampler.num_columns)
+        padding = _GROUP_FLOPS // max(1, largest * sampler.num_columns)
         groups = group_by_shape(counts, torch.ones_like(counts), least_saving=padding)
         groups.sort(key=lambda group: -int(counts[group].max()))
-        probed = groups[0][:_PROBED_NODES]
+        own = [(nodes.own_of(group, depth), int(counts[group].max())) for group in groups]
+        probed = [(nodes.own_of(groups[0][:_PROBED_NODES], depth), own[0][1])]
         while True:
             needed = 0
             if sampler.is_random and groups[0].numel() > _PROBED_NODES:
-                needed = self._try(sampler, [probed], rows, depth).columns_needed
+                needed = self._try(sampler, probed, rows, depth).columns_needed
+                needed = nodes.largest(needed)
             if needed <= sampler.num_columns:
-                attempt = self._try(sampler, groups, rows, depth)
-                needed = attempt.columns_needed
+                attempt = self._try(sampler, own, rows, depth)
+                needed = nodes.largest(attempt.columns_needed)
             if needed <= sampler.num_columns:
-                self.num_capped += attempt.num_capped
+                square, capped = nodes.totals(attempt.squared_error, attempt.num_capped)
+                self.num_capped += int(capped)
                 if sampler.norm > 0:
-                    self._budget.spend(attempt.squared_error / sampler.norm**2)
+                    self._budget.spend(square / sampler.norm**2)
                 return attempt.nodes
             self._phases.describe(
                 f"building: level {depth}, {2**depth} nodes, {needed} columns of samples"
             )
             with self._phases.timed("samples"):
-                sampler.widen(needed)
+                sampler.widen(needed, counts, depth)
 
     def _try(
-        self, sampler: AdaptiveSampler, groups: list[Tensor], rows: LevelRows, depth: int
+        self,
+        sampler: AdaptiveSampler,
+        groups: list[tuple[Tensor, int]],
+        rows: LevelRows,
+        depth: int,
     ) -> _Attempt:
-        """Interpolate groups of nodes; stop as soon as there are too few columns."""
+        """Interpolate groups of nodes, each with the largest number of rows of its nodes.
+
+        All groups are tried, also if the first has too few columns: how many columns are needed
+        must not depend on which nodes lie on this rank.
+        """
         num_columns = sampler.num_columns
         num_random = num_columns if sampler.is_random else None
         allowed = self._budget.node_error(depth) * sampler.norm * sampler.gain
         attempt = _Attempt()
-        for group in groups:
-            width = int(rows.counts[group].max())
+        for group, width in groups:
+            if group.numel() == 0:
+                continue
             step = max(1, _GROUP_FLOATS // max(1, width * max(width, num_columns)))
             for nodes in group.split(step):
                 table = row_table(rows.starts[nodes], rows.counts[nodes], width, rows.size)
@@ -227,8 +388,6 @@ class Builder:
                     capped = bool(found.is_capped.any())
                     needed = self._columns_needed(found.ranks, capped, num_columns, width)
                     attempt.columns_needed = max(attempt.columns_needed, needed)
-                if attempt.columns_needed > num_columns:
-                    return attempt
         return attempt
 
     def _columns_needed(self, ranks: Tensor, capped: bool, num_columns: int, width: int) -> int:
@@ -249,3 +408,9 @@ class Builder:
         is_known = rank < _FOUND_SHARE * num_columns
         likely = num_columns_for(math.ceil(1.1 * rank)) if is_known else 2 * num_columns
         return min(likely, num_columns_for(min(self._max_rank, width)))
+
+
+def _finish(source: EntrySource) -> None:
+    """Answer the questions of other ranks until nobody has any."""
+    if isinstance(source, OwnEntries):
+        source.finish()

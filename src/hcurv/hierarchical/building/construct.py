@@ -9,18 +9,22 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hcurv.hierarchical.building.assembly import leaf_blocks
 from hcurv.hierarchical.building.build import Builder, BuiltBlocks
+from hcurv.hierarchical.building.checkpoint import BuildCheckpoint
 from hcurv.hierarchical.building.damped_error import estimate_damped_error
 from hcurv.hierarchical.building.error_budget import ErrorBudget
 from hcurv.hierarchical.building.neighbor_columns import NeighborSampler
 from hcurv.hierarchical.building.phases import Phases
 from hcurv.hierarchical.building.sampler import Sampler
 from hcurv.hierarchical.building.sketch import RandomProducts, SketchSampler
+from hcurv.hierarchical.matrix.distributed import DistributedHMatrix, make_top
 from hcurv.hierarchical.matrix.hmatrix import BuildRecord, HMatrix, completed
 from hcurv.hierarchical.parts.global_part import GlobalPart
-from hcurv.hierarchical.parts.levels import Level
+from hcurv.hierarchical.parts.levels import LeafBlocks, Level
+from hcurv.hierarchical.parts.node_share import NodeShare
 from hcurv.hierarchical.parts.plan import Plan
+from hcurv.hierarchical.parts.row_share import RowShare
+from hcurv.hierarchical.parts.shared_part import SharedPart
 from hcurv.hierarchical.solving.definite import make_definite
 from hcurv.hierarchical.tree.block_pattern import BlockPattern, SiblingPattern
 from hcurv.hierarchical.tree.cluster_tree import ClusterTree, Distance
@@ -32,6 +36,7 @@ __all__ = [
     "Construction",
     "HSSStructure",
     "MatrixStructure",
+    "SharedStructure",
     "construct",
 ]
 
@@ -54,16 +59,19 @@ class BuildStart:
         held_out: the same, to estimate errors with.
         share: norm of what the global part leaves, over that of the matrix.
         norm: ‖H‖_F as far as it is known from products, or None.
+        rows: the rows that are not zero, in tree order, and which of them are this rank's; None
+            for one process.
     """
 
     plan: Plan | None
     tree: ClusterTree
     leaf_size: int
-    global_part: GlobalPart | None = None
+    global_part: GlobalPart | SharedPart | None = None
     sketch: tuple[Tensor, Tensor] | None = None
     held_out: tuple[Tensor, Tensor] | None = None
     share: float = 1.0
     norm: float | None = None
+    rows: RowShare | None = None
 
 
 class MatrixStructure(Protocol):
@@ -89,6 +97,41 @@ class HSSStructure:
 
 
 @dataclass(frozen=True)
+class SharedStructure(HSSStructure):
+    """The same, with the subtrees on different ranks.
+
+    Attributes:
+        nodes: the nodes of this rank.
+    """
+
+    nodes: NodeShare
+
+    def assemble(self, tree: ClusterTree, blocks: BuiltBlocks, dtype: torch.dtype) -> HMatrix:
+        """A `DistributedHMatrix`."""
+        nodes, device = self.nodes, tree.permutation.device
+        levels = sum(level.num_stored for level in blocks.levels)
+        own = torch.tensor([blocks.leaves.num_stored + levels])
+        if nodes.is_shared:
+            top = make_top(blocks.top, dtype, device)
+            total = int(nodes.share.total(own)) + top.num_stored
+            kept = blocks.levels
+        else:
+            top, kept = HMatrix(tree, blocks.leaves, blocks.levels, None, dtype), ()
+            total = int(own)
+        return DistributedHMatrix(
+            tree,
+            blocks.leaves,
+            kept,
+            None,
+            dtype,
+            nodes=nodes,
+            node_ranks=blocks.ranks,
+            top=top,
+            num_tree_floats=total,
+        )
+
+
+@dataclass(frozen=True)
 class BuildSettings:
     """What does not change from one build of a matrix to the next.
 
@@ -99,6 +142,7 @@ class BuildSettings:
         damping: λ that the matrix is compressed for, or None.
         damped_tolerance: relative error of (A + λI)⁻¹ that is asked for, or None.
         seed: seed of everything random.
+        nodes: the nodes that this rank builds; None for one process.
     """
 
     structure: MatrixStructure
@@ -107,6 +151,7 @@ class BuildSettings:
     damping: float | None
     damped_tolerance: float | None
     seed: int
+    nodes: NodeShare | None = None
 
 
 class Construction(NamedTuple):
@@ -133,6 +178,7 @@ def construct(
     tolerance: float,
     settings: BuildSettings,
     phases: Phases,
+    checkpoint: BuildCheckpoint | None = None,
 ) -> Construction:
     """Build the matrix of a plan.
 
@@ -143,13 +189,16 @@ def construct(
         tolerance: relative error of the whole matrix.
         settings: everything else.
         phases: where to count the time.
+        checkpoint: where the build is saved after each level; None for nowhere.
     """
     tree, max_rank = start.tree, settings.max_rank
     pattern = settings.structure.pattern(rest, tree)
     relative = tolerance / max(start.share, torch.finfo(rest.dtype).eps)  # to the rest
     cap = tree.num_kept if max_rank is None else max_rank
     budget = ErrorBudget(relative, tree.depth)
-    builder = Builder(rest, tree, pattern, budget, cap, phases)
+    nodes = settings.nodes
+    is_shared = nodes is not None and nodes.is_shared
+    builder = Builder(rest, tree, pattern, budget, cap, phases, nodes if is_shared else None)
     sampler: Sampler
     with phases.timed("samples"):
         if products is not None:
@@ -159,7 +208,10 @@ def construct(
                 rest, tree, rest.diagonal(), settings.distance, pattern, settings.seed
             )
     is_diagonal = tree.num_kept > 0 and not tree.has_clusters
-    blocks = _diagonal_blocks(rest, tree) if is_diagonal else builder.build(sampler)
+    if is_diagonal:
+        blocks = _diagonal_blocks(rest, tree, nodes if is_shared else None)
+    else:
+        blocks = builder.build(sampler, checkpoint)
     matrix = settings.structure.assemble(tree, blocks, rest.dtype)
     has_tree = tree.num_kept > 0 or start.global_part is None
 
@@ -213,17 +265,32 @@ def construct(
     return with_record(matrix, None)
 
 
-def _diagonal_blocks(rest: EntrySource, tree: ClusterTree) -> BuiltBlocks:
+def _diagonal_blocks(rest: EntrySource, tree: ClusterTree, nodes: NodeShare | None) -> BuiltBlocks:
     """The blocks of a diagonal matrix: leaves of one row, and levels of rank 0."""
-    leaves = leaf_blocks(rest, tree.permutation, tree.bounds(tree.depth))
+    own = NodeShare(RowShare(tree.permutation)) if nodes is None else nodes
+    rows, bounds = own.share.own_rows, own.leaf_bounds(tree)
+    values = torch.zeros(bounds.numel() - 1, 1, 1, dtype=rest.dtype, device=rest.device)
+    values[bounds.diff() > 0, 0, 0] = rest.diagonal()[rows]
+    cut = 0 if own.cut is None else own.cut
     levels: list[Level] = []
+    every: list[Tensor] = []
+    top: list[Level] = []
     for depth in range(tree.depth, 0, -1):
-        ranks = torch.zeros(2**depth, dtype=torch.long, device=rest.device)
-        levels.append(Level(ranks, 0 if levels else tree.num_kept, (), ()))
-    return BuiltBlocks(leaves, (), tuple(levels))
+        # Zeros that take no memory.
+        whole = torch.zeros(1, dtype=torch.long, device=rest.device).expand(2**depth)
+        if depth >= cut:
+            ranks = whole[: own.num_nodes(depth)]
+            levels.append(Level(ranks, 0 if levels else rows.numel(), (), ()))
+            every.append(whole)
+        if depth <= cut:
+            top.append(Level(whole, 0, (), ()))
+    shared = (tuple(every), tuple(top)) if own.is_shared else ((), ())
+    return BuiltBlocks(LeafBlocks.of(bounds, values), (), tuple(levels), *shared)
 
 
-def _estimate_error(matrix: HMatrix, sampler: Sampler, part: GlobalPart | None) -> float:
+def _estimate_error(
+    matrix: HMatrix, sampler: Sampler, part: GlobalPart | SharedPart | None
+) -> float:
     """Relative error of the matrix and a global part together, on held-out vectors."""
     inputs, products = sampler.held_out()  # products with what the global part leaves
     error = torch.linalg.vector_norm(products - matrix @ inputs, dtype=torch.float64)

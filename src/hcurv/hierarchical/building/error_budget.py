@@ -26,21 +26,24 @@ class ErrorBudget:
     Args:
         tolerance: relative error of the whole matrix.
         depth: number of levels below the root.
+
+    Attributes:
+        spent: the squared error that was made so far, over ‖H‖_F².
     """
 
     def __init__(self, tolerance: float, depth: float) -> None:
         self._whole, self._depth = tolerance**2 / 2, depth
-        self._spent = 0.0
+        self.spent = 0.0
 
     def node_error(self, depth: float) -> float:
         """Error, over ‖H‖_F, that each of the 2^depth nodes of a level may make."""
         least = _LEAST_SHARE * self._whole * depth / self._depth
-        available = max(self._whole - self._spent, least)
+        available = max(self._whole - self.spent, least)
         return math.sqrt(available / depth / 2**depth)
 
     def spend(self, squared_error: float) -> None:
         """Subtract the squared error that all nodes of a level have made, over ‖H‖_F²."""
-        self._spent += squared_error
+        self.spent += squared_error
 
 
 def out_of_sample(errors: Tensor, ranks: Tensor, num_columns: int) -> Tensor:

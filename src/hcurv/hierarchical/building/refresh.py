@@ -24,6 +24,7 @@ from hcurv.hierarchical.building.sketch import SketchPanel, carry, random_produc
 from hcurv.hierarchical.matrix.hmatrix import HMatrix
 from hcurv.hierarchical.parts.global_part import GlobalPart, Remainder
 from hcurv.hierarchical.parts.levels import Basis, Coupling, LeafBlocks, Level, take_rows
+from hcurv.hierarchical.parts.row_share import RowShare
 from hcurv.hierarchical.solving.definite import make_definite
 from hcurv.layout import layout_of
 from hcurv.linalg.growing_nystrom import GrowingNystrom
@@ -145,7 +146,7 @@ def _blocks(
     if largest == 0:
         return leaves, near, old.levels
     num_columns = min(num_columns_for(largest), _MAX_COLUMNS)
-    panel = SketchPanel(*random_products(rest, rows, num_columns, generator))
+    panel = SketchPanel(*random_products(rest, RowShare(rows), num_columns, generator))
     dense: tuple[LeafBlocks | Coupling, ...] = (leaves, *near)
     for blocks in dense:
         blocks.add_product(panel.inputs, panel.outputs, -1.0)

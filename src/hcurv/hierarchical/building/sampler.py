@@ -6,9 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from hcurv.hierarchical.parts.levels import Coupling, LeafBlocks, Level
+from hcurv.hierarchical.parts.node_share import NodeShare
 from hcurv.operators import EntrySource
 
 __all__ = ["EXTRA_COLUMNS", "FIRST_RANK", "LevelRows", "Sampler", "num_columns_for"]
@@ -49,10 +51,24 @@ class LevelRows:
         """Number of rows of all nodes."""
         return self.positions.numel()
 
-    @property
-    def largest(self) -> int:
-        """Largest number of rows of a node."""
-        return int(self.counts.max())
+    def of_all(self, nodes: NodeShare, counts: Tensor, depth: int) -> LevelRows:
+        """All rows of a level, if these are the own ones of this rank.
+
+        Args:
+            nodes: which nodes are own ones.
+            counts: numbers of rows of all nodes.
+            depth: the level.
+
+        Returns:
+            All rows, with positions among all rows of the tree.
+        """
+        if not nodes.is_shared:
+            return self
+        ranks, number = nodes.share.ranks, nodes.row_counts(counts, depth)
+        positions = ranks.collect(self.positions + nodes.share.start, number)
+        scales = ranks.collect(self.scales[:-1], number)
+        scales = torch.cat([scales, scales.new_ones(1)])
+        return LevelRows(positions, counts.cumsum(0) - counts, counts, scales)
 
 
 class Sampler(Protocol):

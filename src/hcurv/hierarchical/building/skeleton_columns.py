@@ -6,11 +6,16 @@ that a wider sketch would take, and they leave nothing to chance.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
 from hcurv.hierarchical.building.sampler import LevelRows, Sampler
+from hcurv.hierarchical.building.shared_rest import OwnEntries
+from hcurv.hierarchical.building.sketch import SketchSampler
 from hcurv.hierarchical.parts.levels import Coupling, LeafBlocks, Level
+from hcurv.hierarchical.parts.node_share import NodeShare
 from hcurv.hierarchical.tree.block_pattern import BlockPattern
 from hcurv.operators import EntrySource
 from hcurv.sources import DenseMatrix
@@ -29,6 +34,7 @@ class AdaptiveSampler:
         first: sampler of the lower levels.
         num_kept: number of rows of the leaves.
         pattern: says which columns a node leaves out of its samples.
+        nodes: the nodes of this rank; None for one process.
         max_entries: entries of a level that may be read, if a sketch would hold as many.
     """
 
@@ -37,9 +43,11 @@ class AdaptiveSampler:
         first: Sampler,
         num_kept: int,
         pattern: BlockPattern,
+        nodes: NodeShare | None = None,
         max_entries: int = _MAX_ENTRIES,
     ) -> None:
         self._first, self._pattern, self._max_entries = first, pattern, max_entries
+        self._nodes = nodes
         self._current = first
         self._rows: LevelRows | None = None
         self._num_kept, self._is_above_leaves = num_kept, False
@@ -73,18 +81,40 @@ class AdaptiveSampler:
         """Have at least so many columns."""
         self._current.grow(num_columns)
 
-    def widen(self, num_columns: int) -> None:
-        """Have at least so many columns, or on the upper levels all entries if they are fewer."""
-        rows = self._rows
+    def widen(self, num_columns: int, counts: Tensor, depth: int) -> None:
+        """Have at least so many columns, or on the upper levels all entries if they are fewer.
+
+        Args:
+            num_columns: number of columns.
+            counts: number of rows of all nodes of the current level.
+            depth: that level.
+        """
+        rows, size = self._rows, int(counts.sum())
         assert rows is not None
         most = min(2 * self._num_kept * num_columns, self._max_entries)
-        most = max(most, 2 * rows.size * num_columns)  # numbers of a sketch on this level
-        if self._is_above_leaves and rows.size**2 <= most:
+        most = max(most, 2 * size * num_columns)  # numbers of a sketch on this level
+        if self._is_above_leaves and size**2 <= most:
             places = torch.arange(rows.size, device=rows.positions.device)
             source, index = self._current.entries(places)
-            self._current = SkeletonSampler(source.block(index, index), rows, self._pattern)
+            every, columns = rows, index
+            if self._nodes is not None and self._nodes.is_shared:
+                every = rows.of_all(self._nodes, counts, depth)
+                columns = self._nodes.share.rows[every.positions]
+            values = source.block(index, columns)
+            if isinstance(source, OwnEntries):
+                source.finish()
+            self._current = SkeletonSampler(values, rows, every, self._pattern, self._nodes, depth)
         else:
             self._current.grow(num_columns)
+
+    def join(self, source: EntrySource, rows: LevelRows, counts: Sequence[int]) -> None:
+        """Give all rows of the current level to every rank, as `SketchSampler.join` does."""
+        assert isinstance(self._first, SketchSampler)
+        self._rows, self._nodes = rows, None
+        if isinstance(self._current, SkeletonSampler):
+            self._current.join(rows, counts)
+        else:
+            self._first.join(source, rows, counts)
 
     def samples(self, nodes: Tensor, table: Tensor) -> Tensor:
         """Samples of the rows of nodes, by their places on the current level, (B, m, s)."""
@@ -103,31 +133,89 @@ class AdaptiveSampler:
         """Vectors (N, k) that no sample was made of, and their products with H."""
         return self._first.held_out()
 
+    def skip(self, level: Level) -> None:
+        """Go on to the next level of a build that is resumed."""
+        assert isinstance(self._first, SketchSampler)
+        self._first.skip(level)
+
+    def state(self) -> dict[str, Tensor]:
+        """What is needed to go on from the current level."""
+        assert isinstance(self._first, SketchSampler)
+        is_sketch = self._current is self._first
+        found = self._first.state(is_sketch)
+        if isinstance(self._current, SkeletonSampler):
+            found["skeleton"] = self._current.values
+        return found
+
+    def restore(self, state: Mapping[str, Tensor], rows: LevelRows, depth: int) -> None:
+        """Go on from what `state` has given.
+
+        Args:
+            state: what it has given.
+            rows: rows of the current level.
+            depth: that level.
+        """
+        assert isinstance(self._first, SketchSampler)
+        self._first.restore(state, rows)
+        self._rows, self._is_above_leaves = rows, True
+        if "skeleton" in state:
+            every, nodes = rows, self._nodes
+            if nodes is not None and nodes.is_shared:
+                every = rows.of_all(nodes, nodes.of_all(rows.counts, depth), depth)
+            self._current = SkeletonSampler(
+                state["skeleton"], rows, every, self._pattern, nodes, depth
+            )
+
 
 class SkeletonSampler:
     """Entries of the rows of a node in the columns of all other rows of its level.
 
     Args:
-        values: entries between all rows of the current level.
-        rows: these rows.
+        values: entries between the own rows of the current level and all of its rows.
+        rows: its own rows.
+        every: all its rows.
         pattern: says which columns a node leaves out of its samples.
+        nodes: the nodes of this rank; None for one process, whose own rows are all.
+        depth: the current level.
+
+    Attributes:
+        values: as given, on the current level.
     """
 
     is_random = False
     gain = 1.0  # columns are weighted, so that samples have the norm of what they stand for
 
-    def __init__(self, values: Tensor, rows: LevelRows, pattern: BlockPattern) -> None:
-        self._values, self._rows, self._pattern = values, rows, pattern
+    def __init__(
+        self,
+        values: Tensor,
+        rows: LevelRows,
+        every: LevelRows,
+        pattern: BlockPattern,
+        nodes: NodeShare | None,
+        depth: int,
+    ) -> None:
+        self.values, self._rows, self._pattern = values, rows, pattern
+        self._every, self._depth = every, depth
+        self._nodes = nodes if nodes is not None and nodes.is_shared else None
+
+    @property
+    def _first_node(self) -> int:
+        return 0 if self._nodes is None else self._nodes.first(self._depth)
+
+    @property
+    def _first_row(self) -> int:
+        """Where the own rows begin among all rows."""
+        return int(self._every.counts[: self._first_node].sum())
 
     @property
     def num_columns(self) -> int:
         """Number of rows of the level."""
-        return self._values.shape[1]
+        return self.values.shape[1]
 
     @property
     def norm(self) -> float:
         """Norm of the entries between the rows of the current level."""
-        return float(torch.linalg.vector_norm(self._values, dtype=torch.float64))
+        return float(torch.linalg.vector_norm(self.values, dtype=torch.float64))
 
     def begin(self, dense: tuple[LeafBlocks | Coupling, ...], rows: LevelRows) -> None:
         """Do nothing: the pattern says which columns lie in dense blocks."""
@@ -137,7 +225,8 @@ class SkeletonSampler:
 
     def samples(self, nodes: Tensor, table: Tensor) -> Tensor:
         """Samples of the rows of nodes, by their places on the current level, (B, m, s)."""
-        starts, sizes = self._rows.starts, self._rows.counts
+        starts, sizes = self._every.starts, self._every.counts
+        nodes = nodes + self._first_node
         first, counts = starts[nodes, None], sizes[nodes, None]
         # All columns but the node's own; the last are padding where nodes differ in size.
         columns = torch.arange(self.num_columns - int(counts.min()), device=table.device)
@@ -147,22 +236,39 @@ class SkeletonSampler:
         level = sizes.numel().bit_length() - 1
         owners = torch.arange(sizes.numel(), device=table.device).repeat_interleave(sizes)
         excluded = beyond | self._pattern.is_excluded(level, nodes, owners[columns])
-        weights = self._rows.scales[columns].masked_fill_(excluded, 0.0)
-        padding = table >= self.num_columns
+        weights = self._every.scales[columns].masked_fill_(excluded, 0.0)
+        padding = table >= self._rows.size
         rows = table.masked_fill(padding, 0)
-        values = self._values[rows[:, :, None], columns[:, None]].mul_(weights[:, None])
+        values = self.values[rows[:, :, None], columns[:, None]].mul_(weights[:, None])
         return values.masked_fill_(padding[:, :, None], 0.0) if bool(padding.any()) else values
 
     def entries(self, places: Tensor) -> tuple[EntrySource, Tensor]:
         """The entries are here already."""
-        return DenseMatrix(self._values), places
+        start = self._first_row
+        return DenseMatrix(self.values[:, start : start + self._rows.size]), places
 
     def ascend(self, level: Level, places: Tensor, rows: LevelRows) -> None:
         """Keep the entries between some of the rows."""
-        self._values = self._values.index_select(0, places).index_select(1, places)
-        self._rows = rows
+        columns, every = places, rows
+        # On the cut level the rows stay with their nodes.
+        is_cut = rows.counts.numel() == self._rows.counts.numel()
+        depth = self._depth if is_cut else self._depth - 1
+        if self._nodes is not None:
+            counts = self._nodes.of_all(rows.counts, depth)
+            every = rows.of_all(self._nodes, counts, depth)
+            number = self._nodes.row_counts(counts, depth)
+            columns = self._nodes.share.ranks.collect(places + self._first_row, number)
+        self.values = self.values.index_select(0, places).index_select(1, columns)
+        self._rows, self._every, self._depth = rows, every, depth
+
+    def join(self, rows: LevelRows, counts: Sequence[int]) -> None:
+        """Give the entries between all rows of the current level to every rank."""
+        assert self._nodes is not None
+        self.values = self._nodes.share.ranks.collect(self.values, counts)
+        self._rows = self._every = rows
+        self._nodes = None
 
     def held_out(self) -> tuple[Tensor, Tensor]:
         """No vectors: every entry is part of a sample."""
-        none = self._values[:, :0]
+        none = self.values[:, :0]
         return none, none

@@ -8,6 +8,8 @@ products with Ω, leaf blocks and couplings.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +17,10 @@ from torch import Tensor
 
 from hcurv.hierarchical.building.sampler import LevelRows
 from hcurv.hierarchical.parts.levels import Coupling, LeafBlocks, Level
+from hcurv.hierarchical.parts.row_share import RowShare
 from hcurv.memory import require_bytes
 from hcurv.operators import EntrySource
-from hcurv.sources import MatrixProduct, product
+from hcurv.sources import MatrixProduct
 
 __all__ = ["RandomProducts", "SketchPanel", "SketchSampler", "carry", "random_products"]
 
@@ -47,7 +50,7 @@ class RandomProducts:
 
     Args:
         source: the matrix, with a product.
-        rows: its kept rows in tree order.
+        share: its kept rows in tree order, and which of them are this rank's.
         seed: seed of the random vectors.
         known: a first panel, as `random_products` gives it.
         held_out: a panel that no sample may be made of; drawn if it is None.
@@ -60,26 +63,29 @@ class RandomProducts:
     def __init__(
         self,
         source: EntrySource,
-        rows: Tensor,
+        share: RowShare,
         seed: int,
         known: tuple[Tensor, Tensor] | None = None,
         held_out: tuple[Tensor, Tensor] | None = None,
         max_kept: int = 0,
     ) -> None:
-        self.source, self.rows = source, rows
+        self.source, self.share = source, share
         self._generator = torch.Generator(source.device).manual_seed(seed)
         self._panels = [] if known is None or not known[0].shape[1] else [known]
+        self._num_known = len(self._panels)
         self._room = max_kept
         self.held_out = held_out or self._draw(_HELD_OUT)
 
     def require_memory(self, num_columns: int) -> None:
         """Raise unless there is memory for so many more columns."""
-        require_bytes(
-            (3 if self._room else 2) * self.rows.numel() * num_columns * self.source.dtype.itemsize,
-            self.source.device,
-            f"{num_columns} more columns of a sketch",
-            ("choose a smaller max_rank or a larger tolerance", "use float32"),
-        )
+        floats = (3 if self._room else 2) * self.share.num_own * num_columns
+        with self.share.ranks.agreed():
+            require_bytes(
+                floats * self.source.dtype.itemsize,
+                self.source.device,
+                f"{num_columns} more columns of a sketch",
+                ("choose a smaller max_rank or a larger tolerance", "use float32"),
+            )
 
     def panel(self, number: int, num_columns: int) -> tuple[Tensor, Tensor]:
         """A panel by its number; if it is new, it gets ``num_columns`` columns.
@@ -88,7 +94,8 @@ class RandomProducts:
         """
         if number == len(self._panels):
             drawn = self._draw(num_columns)
-            floats = 2 * drawn[0].numel()
+            # All ranks decide the same.
+            floats = 2 * self.share.num_rows * drawn[0].shape[1] // self.share.ranks.size
             if floats > self._room:
                 self._room = 0
                 return drawn
@@ -100,7 +107,24 @@ class RandomProducts:
         return inputs, outputs.clone()
 
     def _draw(self, num_columns: int) -> tuple[Tensor, Tensor]:
-        return random_products(self.source, self.rows, num_columns, self._generator)
+        return random_products(self.source, self.share, num_columns, self._generator)
+
+    def state(self) -> dict[str, Tensor]:
+        """What is needed to draw the same panels from now on."""
+        state = self._generator.get_state().long()  # files hold no bytes
+        found = {"generator": state, "room": torch.tensor([self._room])}
+        for number, panel in enumerate(self._panels[self._num_known :]):
+            for name, values in zip(("inputs", "outputs"), panel, strict=True):
+                found[f"kept.{number}.{name}"] = values
+        return found
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what `state` has given."""
+        self._generator.set_state(state["generator"].cpu().to(torch.uint8))
+        self._room = int(state["room"])
+        del self._panels[self._num_known :]
+        while f"kept.{(number := len(self._panels) - self._num_known)}.inputs" in state:
+            self._panels.append((state[f"kept.{number}.inputs"], state[f"kept.{number}.outputs"]))
 
 
 class SketchSampler:
@@ -112,9 +136,11 @@ class SketchSampler:
 
     def __init__(self, products: RandomProducts) -> None:
         self._products = products
+        self._source, self._numbers = products.source, products.share.own_rows
         self._panels: list[SketchPanel] = []
         self._dense: tuple[LeafBlocks | Coupling, ...] = ()
-        self._levels: list[Level] = []
+        # What brings a panel from the leaves to the current level.
+        self._steps: list[Callable[[SketchPanel], SketchPanel]] = []
         self._rows: LevelRows | None = None
         self._squares = 0.0  # ‖HΩ‖_F²
         self._num_squares = 0  # number of columns of this Ω
@@ -143,18 +169,17 @@ class SketchSampler:
     def grow(self, num_columns: int) -> None:
         """Draw columns until there are ``num_columns``, and carry them to the current level."""
         self._products.require_memory(num_columns - self.num_columns)
-        width = max(16, min(_MAX_PANEL, _PANEL_FLOATS // (self._products.rows.numel() + 1)))
+        share = self._products.share
+        width = max(16, min(_MAX_PANEL, _PANEL_FLOATS // (share.num_rows + 1)))
         while self.num_columns < num_columns:
             missing = min(width, num_columns - self.num_columns)
             panel = SketchPanel(*self._products.panel(len(self._panels), missing))
-            self._squares += float(
-                torch.linalg.vector_norm(panel.outputs, dtype=torch.float64).square()
-            )
+            self._squares += share.squared_norm(panel.outputs)
             self._num_squares += panel.inputs.shape[1]
             for blocks in self._dense:
                 blocks.add_product(panel.inputs, panel.outputs, -1.0)
-            for level in self._levels:
-                panel = carry(panel, level)
+            for step in self._steps:
+                panel = step(panel)
             self._panels.append(panel)
 
     def samples(self, nodes: Tensor, table: Tensor) -> Tensor:
@@ -176,21 +201,71 @@ class SketchSampler:
     def entries(self, places: Tensor) -> tuple[EntrySource, Tensor]:
         """The source, and the matrix rows at some places of the current level."""
         assert self._rows is not None
-        return self._products.source, self._products.rows[self._rows.positions[places]]
+        return self._source, self._numbers[self._rows.positions[places]]
 
     def ascend(self, level: Level, places: Tensor, rows: LevelRows) -> None:
         """Carry the sketch to the next level."""
+        self._go(lambda panel: carry(panel, level), rows)
+
+    def join(self, source: EntrySource, rows: LevelRows, counts: Sequence[int]) -> None:
+        """Give all rows of the current level to every rank.
+
+        Args:
+            source: the matrix, whose calls are collective from now on.
+            rows: all rows of the level, by positions among all rows of the tree.
+            counts: number of rows of each rank.
+        """
+        share = self._products.share
+
+        def gathered(values: Tensor) -> Tensor:
+            found = share.ranks.collect(values[:-1], counts)
+            return torch.cat([found, found.new_zeros(1, found.shape[1])])
+
+        self._source, self._numbers = source, share.rows
+        self._go(lambda panel: SketchPanel(gathered(panel.inputs), gathered(panel.outputs)), rows)
+
+    def _go(self, step: Callable[[SketchPanel], SketchPanel], rows: LevelRows) -> None:
+        """Bring all panels, and those to come, to the next rows."""
         self._rows = rows
-        self._levels.append(level)
+        self._steps.append(step)
         for place, panel in enumerate(self._panels):
-            self._panels[place] = carry(panel, level)
+            self._panels[place] = step(panel)
+
+    def skip(self, level: Level) -> None:
+        """Go on to the next level, before there are any panels."""
+        self._steps.append(lambda panel: carry(panel, level))
+
+    def state(self, is_used: bool) -> dict[str, Tensor]:
+        """What is needed to go on from the current level.
+
+        Args:
+            is_used: whether samples are still taken from the panels.
+        """
+        found = self._products.state()
+        found["squares"] = torch.tensor([self._squares, self._num_squares], dtype=torch.float64)
+        for number, panel in enumerate(self._panels):
+            values = (panel.inputs, panel.outputs)
+            for name, tensor in zip(("inputs", "outputs"), values, strict=True):
+                found[f"panel.{number}.{name}"] = tensor if is_used else tensor[:0]
+        return found
+
+    def restore(self, state: Mapping[str, Tensor], rows: LevelRows) -> None:
+        """Go on from what `state` has given; ``rows`` are those of the current level."""
+        self._products.restore(state)
+        self._rows = rows
+        squares, number = state["squares"].tolist()
+        self._squares, self._num_squares = squares, int(number)
+        self._panels = []
+        while f"panel.{len(self._panels)}.inputs" in state:
+            name = f"panel.{len(self._panels)}"
+            self._panels.append(SketchPanel(state[f"{name}.inputs"], state[f"{name}.outputs"]))
 
     def held_out(self) -> tuple[Tensor, Tensor]:
         """Random vectors that no sample was made of, (N, k), and their products."""
-        size, rows = self._products.source.shape[0], self._products.rows
+        size, share = self._products.source.shape[0], self._products.share
         inputs, outputs = (
             torch.zeros(size, t.shape[1], dtype=t.dtype, device=t.device).index_copy_(
-                0, rows, t[:-1]
+                0, share.rows, share.whole(t[:-1])
             )
             for t in self._products.held_out
         )
@@ -199,7 +274,7 @@ class SketchSampler:
 
 def random_products(
     source: EntrySource | MatrixProduct,
-    rows: Tensor,
+    share: RowShare,
     num_columns: int,
     generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
@@ -207,26 +282,17 @@ def random_products(
 
     Args:
         source: H, with a product.
-        rows: the rows where Ω is not zero, (M,).
+        share: the rows where Ω is not zero.
         num_columns: number k of columns.
         generator: where the random numbers come from.
 
     Returns:
-        Ω and HΩ on these rows, with a last row of zeros: (M + 1, k) each.
+        Ω and HΩ on the own ones of these rows, with a last row of zeros: (m + 1, k) each.
     """
-    dtype, device = source.dtype, source.device
-    inputs = torch.zeros(rows.numel() + 1, num_columns, dtype=dtype, device=device)
-    inputs[:-1].normal_(generator=generator)
-    whole = torch.zeros(source.shape[0], num_columns, dtype=dtype, device=device)
-    whole.index_copy_(0, rows, inputs[:-1])
-    products = product(source, whole)
-    if products.shape != whole.shape:
-        raise ValueError(
-            f"source @ matrix must have shape {tuple(whole.shape)}; got {tuple(products.shape)}"
-        )
+    inputs = share.normal(num_columns, generator, source)
     outputs = torch.zeros_like(inputs)
-    torch.index_select(products, 0, rows, out=outputs[:-1])
-    if not bool(torch.isfinite(torch.linalg.vector_norm(outputs))):
+    outputs[:-1] = share.product(source, inputs[:-1])
+    if not math.isfinite(share.squared_norm(outputs)):
         raise ValueError("a product with the source has entries that are NaN or infinite")
     return inputs, outputs
 

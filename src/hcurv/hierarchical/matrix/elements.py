@@ -16,7 +16,18 @@ from hcurv.hierarchical.parts.levels import Coupling, Level
 if TYPE_CHECKING:
     from hcurv.hierarchical.matrix.hmatrix import HMatrix
 
-__all__ = ["LeafRows", "block", "find_pairs", "locate", "pairs"]
+__all__ = [
+    "LeafRows",
+    "Path",
+    "add_coupled",
+    "add_coupled_pairs",
+    "block",
+    "find_pairs",
+    "leaf_paths",
+    "locate",
+    "pairs",
+    "paths",
+]
 
 # Pairs of rows and columns are evaluated this many at a time, which bounds the memory.
 _PAIRS = 2**14
@@ -24,7 +35,7 @@ _PAIRS = 2**14
 _GATHERED = 2**22
 
 
-class _Path(NamedTuple):
+class Path(NamedTuple):
     """Nodes and coefficients of some rows on one level."""
 
     nodes: Tensor  # (P,)
@@ -45,14 +56,21 @@ def pairs(matrix: HMatrix, rows: Tensor, cols: Tensor) -> Tensor:
         part = slice(start, start + _PAIRS)
         row_leaf, col_leaf = locate(matrix, rows[part]), locate(matrix, cols[part])
         values = _same_leaf(matrix, row_leaf, col_leaf)
-        row_paths = _paths(matrix, row_leaf)
-        col_paths = _paths(matrix, col_leaf)
-        for level, row, col in zip(matrix.levels, row_paths, col_paths, strict=True):
-            for coupling in level.couplings:
-                index, coupled = _couple(coupling, level.ranks.numel(), row.nodes, col)
-                values[index] += torch.linalg.vecdot(row.vectors[index], coupled)
+        row_paths = leaf_paths(matrix, row_leaf)
+        col_paths = leaf_paths(matrix, col_leaf)
+        add_coupled_pairs(matrix, row_paths, col_paths, values)
         result[part] = values
     return result
+
+
+def add_coupled_pairs(
+    matrix: HMatrix, row_paths: list[Path], col_paths: list[Path], values: Tensor
+) -> None:
+    """Add what couplings contribute to the entries of pairs of rows and columns."""
+    for level, row, col in zip(matrix.levels, row_paths, col_paths, strict=True):
+        for coupling in level.couplings:
+            index, coupled = _couple(coupling, level.ranks.numel(), row.nodes, col)
+            values[index] += torch.linalg.vecdot(row.vectors[index], coupled)
 
 
 def block(matrix: HMatrix, rows: Tensor, cols: Tensor) -> Tensor:
@@ -69,7 +87,14 @@ def block(matrix: HMatrix, rows: Tensor, cols: Tensor) -> Tensor:
             LeafRows(row_leaf.nodes[row], row_leaf.local[row]),
             LeafRows(col_leaf.nodes[col], col_leaf.local[col]),
         )
-    row_paths, col_paths = _paths(matrix, row_leaf), _paths(matrix, col_leaf)
+    add_coupled(matrix, leaf_paths(matrix, row_leaf), leaf_paths(matrix, col_leaf), result)
+    return result
+
+
+def add_coupled(
+    matrix: HMatrix, row_paths: list[Path], col_paths: list[Path], result: Tensor
+) -> None:
+    """Add what couplings of siblings contribute to a block of rows and columns."""
     for level, row_path, col_path in zip(matrix.levels, row_paths, col_paths, strict=True):
         coupled = torch.zeros_like(col_path.vectors)
         siblings = torch.where(col_path.nodes >= 0, col_path.nodes ^ 1, -1)
@@ -78,7 +103,6 @@ def block(matrix: HMatrix, rows: Tensor, cols: Tensor) -> Tensor:
             coupled[index] = values
         meet = ((row_path.nodes ^ 1)[:, None] == col_path.nodes) & (row_path.nodes >= 0)[:, None]
         result += (row_path.vectors @ coupled.T).masked_fill_(~meet, 0.0)
-    return result
 
 
 def locate(matrix: HMatrix, index: Tensor) -> LeafRows:
@@ -109,23 +133,34 @@ def _slots(nodes: Tensor, num_nodes: int) -> Tensor:
     return slots
 
 
-def _paths(matrix: HMatrix, leaf: LeafRows) -> list[_Path]:
+def leaf_paths(matrix: HMatrix, leaf: LeafRows) -> list[Path]:
     """Return the coefficients of some rows on every level, from the leaves up."""
+    local = leaf.local[:, None]
+    return paths(matrix, leaf.nodes, local, torch.ones_like(local, dtype=matrix.dtype))
+
+
+def paths(matrix: HMatrix, nodes: Tensor, local: Tensor, vectors: Tensor) -> list[Path]:
+    """Return the coefficients of combinations of rows on every level, from the leaves up.
+
+    Args:
+        matrix: A.
+        nodes: leaves, (P,); −1 for none.
+        local: places of rows in these leaves, (P, k).
+        vectors: their coefficients, (P, k).
+    """
     if not matrix.levels:
         return []
-    result: list[_Path] = []
-    nodes, local, vectors = leaf.nodes, leaf.local[:, None], None
+    result: list[Path] = []
     starts = matrix.tree.bounds(matrix.tree.depth)[:-1]
     for level in matrix.levels:
         # A vector on the level below is at most as long as the node has rows there: `local` are
         # the places of its components within the node, `vectors` their values.
-        if vectors is None:
-            vectors = torch.ones_like(local, dtype=matrix.dtype)
         vectors = _climb(level, nodes, starts, local, vectors)
-        result.append(_Path(nodes, vectors))
+        result.append(Path(nodes, vectors))
         offsets = level.ranks.cumsum(0) - level.ranks
         # Within the parent, a left child's skeleton comes first.
-        shift = torch.where(nodes % 2 == 1, level.ranks[nodes ^ 1], 0)
+        siblings = (nodes ^ 1).clamp(0, level.ranks.numel() - 1)
+        shift = torch.where(nodes % 2 == 1, level.ranks[siblings], 0)
         local = shift[:, None] + torch.arange(vectors.shape[1], device=nodes.device)
         nodes = torch.where(nodes >= 0, nodes // 2, -1)
         starts = offsets[::2]
@@ -134,7 +169,7 @@ def _paths(matrix: HMatrix, leaf: LeafRows) -> list[_Path]:
 
 def _climb(level: Level, nodes: Tensor, starts: Tensor, local: Tensor, vectors: Tensor) -> Tensor:
     """Return uᵀP for vectors with components at places ``local`` of their nodes' rows below."""
-    largest = int(level.ranks.max()) if level.ranks.numel() else 0
+    largest = max([basis.weights.shape[2] for basis in level.bases], default=0)
     result = vectors.new_zeros(nodes.numel(), largest)
     for basis in level.bases:
         slots = _slots(basis.nodes, level.ranks.numel())[nodes]
@@ -160,6 +195,8 @@ def _climb(level: Level, nodes: Tensor, starts: Tensor, local: Tensor, vectors: 
 
 def find_pairs(coupling: Coupling, num_nodes: int, first: Tensor, second: Tensor) -> Tensor:
     """Return the places of ordered pairs of nodes in a coupling, or -1 for no place."""
+    if coupling.pairs.numel() == 0:
+        return torch.full_like(first, -1)
     keys, order = (coupling.pairs[:, 0] * num_nodes + coupling.pairs[:, 1]).sort()
     wanted = first * num_nodes + second
     places = torch.searchsorted(keys, wanted).clamp_(max=keys.numel() - 1)
@@ -167,9 +204,7 @@ def find_pairs(coupling: Coupling, num_nodes: int, first: Tensor, second: Tensor
     return torch.where(known, order[places], -1)
 
 
-def _couple(
-    coupling: Coupling, num_nodes: int, nodes: Tensor, path: _Path
-) -> tuple[Tensor, Tensor]:
+def _couple(coupling: Coupling, num_nodes: int, nodes: Tensor, path: Path) -> tuple[Tensor, Tensor]:
     """Return which vectors u of a path are coupled to the nodes, and B u for each of them."""
     found = []
     for values, places in (

@@ -24,7 +24,9 @@ from hcurv.hierarchical.matrix.vector_product import VectorProduct, make_vector_
 from hcurv.hierarchical.parts.global_part import GlobalPart
 from hcurv.hierarchical.parts.levels import Coupling, LeafBlocks, Level
 from hcurv.hierarchical.parts.nested_tensors import map_tensors, tensors_of
+from hcurv.hierarchical.parts.node_share import NodeShare
 from hcurv.hierarchical.parts.plan import Plan
+from hcurv.hierarchical.parts.shared_part import SharedPart
 from hcurv.hierarchical.solving.factorization import Factorization, factorize
 from hcurv.hierarchical.solving.trust import warn_of_roughness
 from hcurv.hierarchical.tree.cluster_tree import ClusterTree
@@ -71,6 +73,7 @@ class HMatrix(EntryOperator):
 
     near: tuple[Coupling, ...] = ()
     layout: ParameterLayout | None = None
+    nodes: NodeShare | None = None  # the nodes of this rank, if ranks share the matrix
 
     def __init__(
         self,
@@ -84,7 +87,7 @@ class HMatrix(EntryOperator):
         self.tree = tree
         self.leaves = leaves
         self.levels = levels
-        self.global_part = global_part
+        self.global_part: GlobalPart | None = global_part
         self._record = record
         self._dtype = dtype
 
@@ -407,9 +410,31 @@ class HMatrix(EntryOperator):
         return result
 
     @property
+    def leaf_order(self) -> Tensor:
+        """The rows of the matrix in the order of the leaf blocks: of this rank, if ranks share it.
+
+        Examples:
+            >>> torch.equal(A.leaf_order, A.tree.permutation)
+            True
+        """
+        nodes = self.nodes
+        return (
+            self.tree.permutation if nodes is None or not nodes.is_shared else nodes.share.own_rows
+        )
+
+    @property
     def hierarchical_part(self) -> HMatrix:
         """This matrix without its global part."""
         return self._with(global_part=None)
+
+    def gather(self) -> HMatrix:
+        """Return the whole matrix in this process: itself, unless it is spread over ranks.
+
+        Examples:
+            >>> A.gather() is A
+            True
+        """
+        return self
 
     def without_near_field(self) -> HMatrix:
         """Return this matrix in HSS form, which can be factorized: itself, if that is its form.
@@ -468,6 +493,8 @@ class HMatrix(EntryOperator):
         return plot_matrix(self, check_count(max_levels, "max_levels", least=0))
 
 
-def completed(matrix: HMatrix, record: BuildRecord, global_part: GlobalPart | None) -> HMatrix:
+def completed(
+    matrix: HMatrix, record: BuildRecord, global_part: GlobalPart | SharedPart | None
+) -> HMatrix:
     """Return a matrix with the record of its build, and with a global part or None."""
     return matrix._with(record=record, global_part=global_part)

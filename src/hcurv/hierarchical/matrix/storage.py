@@ -52,13 +52,16 @@ __all__ = [
     "FileFormatError",
     "coupling_tensors",
     "describe_matrix",
+    "level_tensors",
     "make_factorization",
     "make_matrix",
+    "make_record",
     "matrix_parts",
     "matrix_tensors",
     "read_couplings",
     "read_file",
     "read_layout",
+    "read_level",
     "save",
     "write_file",
 ]
@@ -83,11 +86,7 @@ def matrix_tensors(matrix: HMatrix) -> dict[str, Tensor]:
         tensors["global.rows"] = matrix.global_part.rows
         tensors["global.factor"] = matrix.global_part.factor
     for number, level in enumerate(matrix.levels):
-        tensors[f"levels.{number}.ranks"] = level.ranks
-        for place, basis in enumerate(level.bases):
-            for part in ("nodes", "skeleton", "rest", "weights"):
-                tensors[f"levels.{number}.bases.{place}.{part}"] = getattr(basis, part)
-        tensors |= coupling_tensors(f"levels.{number}.couplings", level.couplings)
+        tensors |= level_tensors(f"levels.{number}", level)
     return tensors
 
 
@@ -110,6 +109,28 @@ def read_couplings(
         check_pairs(pairs, values, sizes.numel())
         couplings.append(Coupling.of(pairs, sizes, values))
     return tuple(couplings)
+
+
+def level_tensors(name: str, level: Level) -> dict[str, Tensor]:
+    """Return the tensors of a level, named after the place where it belongs."""
+    tensors = {f"{name}.ranks": level.ranks}
+    for place, basis in enumerate(level.bases):
+        for part in ("nodes", "skeleton", "rest", "weights"):
+            tensors[f"{name}.bases.{place}.{part}"] = getattr(basis, part)
+    return tensors | coupling_tensors(f"{name}.couplings", level.couplings)
+
+
+def read_level(
+    tensors: Mapping[str, Tensor], name: str, counts: Sequence[int], size_below: int
+) -> Level:
+    """Return the level that `level_tensors` named, with so many batches of bases and couplings."""
+    ranks, bases = tensors[f"{name}.ranks"], []
+    for place in range(counts[0]):
+        group = f"{name}.bases.{place}"
+        parts = [tensors[f"{group}.{part}"] for part in ("skeleton", "rest", "weights")]
+        bases.append(Basis.of(tensors[f"{group}.nodes"], ranks, *parts))
+    couplings = read_couplings(tensors, f"{name}.couplings", counts[1], ranks)
+    return Level(ranks, size_below, tuple(bases), couplings)
 
 
 def describe_matrix(matrix: HMatrix) -> dict[str, Any]:
@@ -195,7 +216,7 @@ def matrix_parts(
         "tree": tree,
         "leaves": leaves,
         "levels": tuple(levels),
-        "record": _make_record(description["record"]),
+        "record": make_record(description["record"]),
         "dtype": dtype,
         "global_part": global_part,
     }
@@ -219,7 +240,8 @@ def read_layout(description: Mapping[str, Any]) -> ParameterLayout | None:
     return ParameterLayout(dict(shapes))
 
 
-def _make_record(values: Mapping[str, Any]) -> BuildRecord:
+def make_record(values: Mapping[str, Any]) -> BuildRecord:
+    """Return the build record that a file holds."""
     require(isinstance(values, dict), "it has no record of its build")
     plan, damped = values.get("plan"), values.get("damped_error")
     parts = {

@@ -26,6 +26,7 @@ from hcurv.hierarchical.matrix.hmatrix import BuildRecord, HMatrix, completed
 from hcurv.hierarchical.near_field.interactions import Interactions, near_leaves
 from hcurv.hierarchical.parts.global_part import GlobalPart
 from hcurv.hierarchical.parts.levels import Coupling, LeafBlocks, Level
+from hcurv.hierarchical.parts.row_share import RowShare
 from hcurv.hierarchical.planning.planner import prepare
 from hcurv.hierarchical.solving.factorization import Factorization
 from hcurv.hierarchical.tree.cluster_tree import ClusterTree, Distance
@@ -147,7 +148,7 @@ class NearFieldMatrix(HMatrix):
             seed=seed,
         )
         products = RandomProducts(
-            rest, start.tree.permutation, seed + 2, start.sketch, start.held_out
+            rest, RowShare(start.tree.permutation), seed + 2, start.sketch, start.held_out
         )
         settings = BuildSettings(HSSStructure(), None, "angle", None, None, seed)
         plain = construct(rest, start, products, tolerance, settings, Phases()).matrix

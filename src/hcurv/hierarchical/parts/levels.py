@@ -13,7 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Basis", "Coupling", "LeafBlocks", "Level", "put_rows", "row_table", "take_rows"]
+__all__ = [
+    "Basis",
+    "Coupling",
+    "LeafBlocks",
+    "Level",
+    "identity_bases",
+    "put_rows",
+    "row_table",
+    "take_rows",
+]
 
 
 def row_table(starts: Tensor, counts: Tensor, width: int, padding: int) -> Tensor:
@@ -204,3 +213,14 @@ class Level:
         """Add the couplings, scaled, times ``inputs`` to ``outputs``."""
         for coupling in self.couplings:
             coupling.add_product(inputs, outputs, scale)
+
+
+def identity_bases(ranks: Tensor, dtype: torch.dtype) -> tuple[Basis, ...]:
+    """Bases of nodes whose rows are all in their skeletons, (nodes,)."""
+    nodes = ranks.nonzero().squeeze(1)
+    if nodes.numel() == 0:
+        return ()
+    starts, width = ranks.cumsum(0) - ranks, int(ranks.max())
+    table = row_table(starts[nodes], ranks[nodes], width, int(ranks.sum()))
+    weights = torch.zeros(nodes.numel(), 0, width, dtype=dtype, device=ranks.device)
+    return (Basis(nodes, table, table[:, :0], table, weights),)

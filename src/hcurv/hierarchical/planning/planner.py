@@ -20,12 +20,15 @@ from hcurv.hierarchical.building.phases import Phases
 from hcurv.hierarchical.building.sampler import num_columns_for
 from hcurv.hierarchical.parts.global_part import GlobalPart
 from hcurv.hierarchical.parts.plan import Candidate, Plan, tolerance_step
+from hcurv.hierarchical.parts.row_share import RowShare
+from hcurv.hierarchical.parts.shared_part import SharedPart
 from hcurv.hierarchical.planning.sample_space_part import part_alone, suits
 from hcurv.hierarchical.planning.sampled_matrix import DEFAULT_WORKSPACE, SampledMatrix
 from hcurv.hierarchical.planning.tree_estimates import CLEAR, FIRST_COLUMNS, SAFETY, TreeEstimates
 from hcurv.hierarchical.tree.cluster_tree import ClusterTree, cluster, depth_for
 from hcurv.memory import InsufficientMemoryError
 from hcurv.operators import EntrySource
+from hcurv.ranks import OneRank
 from hcurv.sources import RootedSource, structural_orders
 
 __all__ = ["prepare"]
@@ -71,6 +74,7 @@ def prepare(
     seed: int = 0,
     orders: Mapping[str, Tensor] | None = None,
     phases: Phases | None = None,
+    ranks: OneRank | None = None,
 ) -> BuildStart:
     """Choose global rank, leaf size and ordering, whichever are left open.
 
@@ -90,8 +94,10 @@ def prepare(
         seed: seed of everything random.
         orders: orders of the rows by name; None to ask the source for them.
         phases: where to count the time and show progress.
+        ranks: the ranks that share random products and the global part; None for one process.
     """
     phases = Phases() if phases is None else phases
+    ranks = OneRank() if ranks is None else ranks
     leaf_sizes = _LEAF_SIZES if leaf_size is None else (leaf_size,)
     if orders is None:
         orders = structural_orders(source)
@@ -112,6 +118,7 @@ def prepare(
         trees[tree.ordering] = tree
     max_working = workspace // source.dtype.itemsize
     is_free = global_rank is None and max_floats is None and leaf_size is None and tolerance > 0
+    is_free = is_free and ranks.size == 1
     rows = next(iter(trees.values())).permutation
     if is_free and isinstance(source, RootedSource) and suits(source, rows.numel(), max_working):
         return part_alone(
@@ -123,7 +130,7 @@ def prepare(
             seed=seed,
             phases=phases,
         )
-    planner = _Planner(source, trees, leaf_sizes, keep_diagonal, max_working, seed, phases)
+    planner = _Planner(source, trees, leaf_sizes, keep_diagonal, max_working, seed, phases, ranks)
     return planner.run(tolerance, global_rank, max_floats)
 
 
@@ -138,6 +145,7 @@ class _Planner:
         max_working: number of floats that random products and the global part may take.
         seed: seed of everything random.
         phases: where to count the time and show progress.
+        ranks: the ranks that share the work.
     """
 
     def __init__(
@@ -149,6 +157,7 @@ class _Planner:
         max_working: int,
         seed: int,
         phases: Phases,
+        ranks: OneRank,
     ) -> None:
         self._source, self._trees, self._leaf_sizes = source, dict(trees), leaf_sizes
         rows = next(iter(trees.values())).permutation
@@ -156,7 +165,8 @@ class _Planner:
             # With a given order, the result does not depend on the numbering of the rows.
             rows = rows.sort().values
         self._num_rows = rows.numel()
-        self._known = SampledMatrix(source, rows, seed, phases, max_working)
+        share = RowShare(rows, ranks)
+        self._known = SampledMatrix(source, share, seed, phases, max_working)
         self._estimates = TreeEstimates(
             source, trees, leaf_sizes, keep_diagonal, self._known, phases
         )
@@ -358,41 +368,48 @@ class _Planner:
         )
 
     def _finish(self, plan: Plan | None, chosen: Candidate) -> BuildStart:
-        """Everything that the build of a candidate starts from."""
-        known, part, rank = self._known, None, chosen.global_rank
+        """Everything that the build of a candidate starts from.
+
+        Rows of the global part and of random products go to the ranks of their subtrees.
+        """
+        known, rank = self._known, chosen.global_rank
         share, norm = known.residual(rank), known.norm
-        if chosen.ordering == "none":
+        is_alone = chosen.ordering == "none"
+        if is_alone:
             known.release()
         factor = known.factor(rank)
-        if rank:
+        tree = self._chosen_tree(plan, chosen)
+        rows = tree.permutation if tree.num_kept else known.rows.sort().values
+        target = RowShare(rows, known.share.ranks, None, tree.depth if tree.num_kept else None)
+        part: GlobalPart | SharedPart | None = None
+        if rank and target.is_split:
+            part = SharedPart(target, known.share.moved(factor, target), self._source.shape[0])
+        elif rank:
             rows, order = known.rows.sort()
             part = GlobalPart(rows, factor if known.is_sorted else factor[order])
-        if chosen.ordering == "none":
-            # Leaves of one row and levels of rank 0 are a diagonal.
-            rows = known.rows.sort().values if chosen.leaf_size else known.rows[:0]
-            tree = ClusterTree(self._source.shape[0], rows, depth_for(rows.numel(), 1), "none")
-            return BuildStart(plan, tree, chosen.leaf_size, part, None, None, share, norm)
-        tree = self._trees[chosen.ordering]
-        scores = self._estimates.scores(rank) if plan is not None and len(self._trees) > 1 else {}
-        depth = self._estimates.depth(chosen.leaf_size, tree)
-        tree = replace(tree, depth=depth, scores=scores)
-        places = known.places[tree.permutation]
-        places = torch.cat([places, places.new_full((1,), self._num_rows)])
 
         def ordered(columns: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            inputs, outputs = columns
+            inputs, outputs = (values[:-1] for values in columns)
             if part is not None:
-                outputs = outputs.clone()
-                outputs[:-1].addmm_(factor, factor.T @ inputs[:-1], alpha=-1)
-            return inputs.index_select(0, places), outputs.index_select(0, places)
+                mixed = known.share.total(factor.T @ inputs)
+                outputs = torch.addmm(outputs, factor, mixed, alpha=-1)
+            zeros = inputs.new_zeros(1, inputs.shape[1])
+            moved = [known.share.moved(values, target) for values in (inputs, outputs)]
+            return torch.cat([moved[0], zeros]), torch.cat([moved[1], zeros])
 
-        return BuildStart(
-            plan,
-            tree,
-            chosen.leaf_size,
-            part,
-            ordered(known.samples(rank)),
-            ordered(known.held_out),
-            share,
-            norm,
-        )
+        sketch = None if is_alone else ordered(known.samples(rank))
+        held_out = None if is_alone else ordered(known.held_out)
+        return BuildStart(plan, tree, chosen.leaf_size, part, sketch, held_out, share, norm, target)
+
+    def _chosen_tree(self, plan: Plan | None, chosen: Candidate) -> ClusterTree:
+        """The tree of a candidate."""
+        rows = self._known.rows
+        if chosen.ordering == "none":
+            # Leaves of one row and levels of rank 0 are a diagonal.
+            rows = rows.sort().values if chosen.leaf_size else rows[:0]
+            return ClusterTree(self._source.shape[0], rows, depth_for(rows.numel(), 1), "none")
+        tree, scores = self._trees[chosen.ordering], {}
+        if plan is not None and len(self._trees) > 1:
+            scores = self._estimates.scores(chosen.global_rank)
+        depth = self._estimates.depth(chosen.leaf_size, tree)
+        return replace(tree, depth=depth, scores=scores)

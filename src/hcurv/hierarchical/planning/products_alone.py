@@ -23,6 +23,7 @@ from hcurv.hierarchical.building.sampler import num_columns_for
 from hcurv.hierarchical.building.sketch import RandomProducts
 from hcurv.hierarchical.parts.global_part import GlobalPart
 from hcurv.hierarchical.parts.plan import Candidate, Plan
+from hcurv.hierarchical.parts.row_share import RowShare
 from hcurv.hierarchical.planning.sample_space_part import AMPLE, sufficient_rank
 from hcurv.hierarchical.planning.sampled_matrix import SampledMatrix
 from hcurv.hierarchical.planning.tree_estimates import SAFETY
@@ -59,7 +60,9 @@ def construct_from_products(
     size = source.shape[0]
     rows = torch.arange(size, device=source.device)
     with phases.timed("planning"):
-        known = SampledMatrix(source, rows, seed, phases, workspace // source.dtype.itemsize)
+        known = SampledMatrix(
+            source, RowShare(rows), seed, phases, workspace // source.dtype.itemsize
+        )
         known.keep_no_pool()
         most = global_rank if global_rank is not None else max_rank
         if most is None:
@@ -80,5 +83,5 @@ def construct_from_products(
     none = torch.zeros(1, 0, dtype=source.dtype, device=source.device)
     # A tree without rows asks for neither entries nor samples.
     whole = cast("EntrySource", source)
-    products = RandomProducts(whole, tree.permutation, seed, None, (none, none))
+    products = RandomProducts(whole, RowShare(tree.permutation), seed, None, (none, none))
     return construct(whole, start, products, tolerance, settings, phases)

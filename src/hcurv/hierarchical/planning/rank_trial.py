@@ -80,8 +80,8 @@ class Subtrees:
         budget = ErrorBudget(tolerance, depth)
         rows = self._leaves
         index = self._places[rows]
-        vectors = inputs[index]
-        samples = torch.baddbmm(outputs[index], self._blocks, vectors, alpha=-1)
+        vectors = known.share.at(inputs, index)
+        samples = torch.baddbmm(known.share.at(outputs, index), self._blocks, vectors, alpha=-1)
         local = vectors
         if rank:
             local = known.factor_rows(index, rank)

@@ -18,6 +18,7 @@ from hcurv.hierarchical.building.construct import BuildStart
 from hcurv.hierarchical.building.phases import Phases
 from hcurv.hierarchical.parts.global_part import GlobalPart
 from hcurv.hierarchical.parts.plan import Candidate, Plan
+from hcurv.hierarchical.parts.row_share import RowShare
 from hcurv.hierarchical.planning.sampled_matrix import SampledMatrix, pool_of
 from hcurv.hierarchical.planning.tree_estimates import LEAST_COLUMNS, SAFETY
 from hcurv.hierarchical.tree.cluster_tree import ClusterTree, depth_for
@@ -74,7 +75,7 @@ def part_alone(
     panel = min(_PANEL_FLOATS, int(_PANEL_SHARE * max_working)) // source.shape[0]
     kernel = _Kernel(source, rows, max(_LEAST_PANEL, panel))
     every = torch.arange(kernel.shape[0], device=source.device)
-    known = SampledMatrix(kernel, every, seed, phases, max_working, wide=_FIRST_WIDTH)
+    known = SampledMatrix(kernel, RowShare(every), seed, phases, max_working, wide=_FIRST_WIDTH)
     known.keep_no_pool()
     room = max_working // rows.numel() - _NUM_PANELS * kernel.panel
     rank = sufficient_rank(known, tolerance, room, source.shape[0])

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from hcurv.hierarchical.building.phases import Phases
 from hcurv.hierarchical.building.sketch import random_products
+from hcurv.hierarchical.parts.row_share import RowShare
 from hcurv.linalg.growing_nystrom import GrowingNystrom
 from hcurv.memory import require_bytes
 from hcurv.operators import EntrySource
-from hcurv.sources import MatrixProduct, RootedSource, product
+from hcurv.sources import MatrixProduct, RootedSource
 
 __all__ = ["DEFAULT_WORKSPACE", "SampledMatrix", "pool_of"]
 
@@ -44,7 +45,8 @@ class SampledMatrix:
 
     Args:
         source: the matrix, with a product.
-        rows: rows of it, in the order that vectors have here; the others are zero.
+        share: rows of it, in the order that vectors have here; the others are zero. Each rank has
+            its own rows of all vectors.
         seed: seed of the random vectors.
         phases: where to count the time and show progress.
         max_floats: number of floats that products and global part may take.
@@ -52,37 +54,40 @@ class SampledMatrix:
             takes random vectors, which cost another product each.
 
     Attributes:
-        rows: as given.
+        share: as given.
+        rows: all rows.
         is_sorted: whether they ascend.
         places: where each row of the matrix lies among them, and −1 for the others, (N,).
-        held_out: random vectors, (rows + 1, s), whose last row is zero, and their products.
+        held_out: random vectors, (own rows + 1, s), whose last row is zero, and their products.
         is_exhausted: whether the global part spans the range of the matrix.
     """
 
     def __init__(
         self,
         source: EntrySource | MatrixProduct,
-        rows: Tensor,
+        share: RowShare,
         seed: int,
         phases: Phases,
         max_floats: int,
         wide: int = _WIDE,
     ) -> None:
-        self._source, self.rows, self._phases, self._wide = source, rows, phases, wide
+        rows = share.rows
+        self._source, self._phases, self._wide = source, phases, wide
+        self.share, self.rows = share, rows
         self.is_sorted = bool((rows.diff() > 0).all())
         self.places = rows.new_full((source.shape[0],), -1)
         self.places[rows] = torch.arange(rows.numel(), device=rows.device)
-        self._is_whole = self.is_sorted and rows.numel() == source.shape[0]
-        self._max_columns = max_floats // max(1, rows.numel())
+        self._max_columns = max_floats // max(1, share.num_own)
         self._generator = torch.Generator(source.device).manual_seed(seed)
         self._pool: list[Columns] = []
         self._num_taken = 0  # columns of the pool that the global part has taken
         self._num_forgotten = 0  # columns of the pool that were taken and not kept
         self._keeps_pool = True
-        root = source if isinstance(source, RootedSource) else None
+        # A root that is spread over ranks is not used: its rows lie on the ranks of its points.
+        root = source if isinstance(source, RootedSource) and not share.is_split else None
         self._root = root if root is not None and root.num_root_rows < rows.numel() else None
         multiply: Callable[[Tensor], Tensor] = self._multiply
-        self._part = GrowingNystrom(multiply, is_root=self._root is not None)
+        self._part = GrowingNystrom(multiply, self._root is not None, share.ranks)
         self.is_exhausted = False
         self._last: float | None = None  # mean of ‖(H − VVᵀ)ω‖² over held-out columns
         self._tails: list[float] = []  # sums of the squares of the eigenvalues from a rank on
@@ -123,7 +128,7 @@ class SampledMatrix:
     def bytes_for(self, width: float) -> float:
         """About how large a workspace would have to be for some number of directions."""
         columns = self._num_reserved + self._num_arrays * width
-        return columns * self.rows.numel() * self._source.dtype.itemsize
+        return columns * self.share.num_own * self._source.dtype.itemsize
 
     @property
     def affordable_pool(self) -> int:
@@ -169,7 +174,7 @@ class SampledMatrix:
                 taken = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
                 del parts
                 if self._root is not None:
-                    taken = self._root.root_product(self._whole(taken))
+                    taken = self._root.root_product(self.share.spread(taken, self._size))
                 added = self._part.extend(taken)
                 num_random = taken.shape[1] - num_images
                 self.is_exhausted = num_random > 0 and added < _FULL * num_random
@@ -239,17 +244,17 @@ class SampledMatrix:
         return self._num_forgotten + sum(inputs.shape[1] for inputs, _ in self._pool)
 
     def factor(self, rank: int) -> Tensor:
-        """V with ``rank`` columns, (rows, rank)."""
+        """V with ``rank`` columns, (own rows, rank)."""
         if rank == 0:
             return self.held_out[0][:-1, :0]
         return self._part.factor(rank)
 
     def factor_rows(self, index: Tensor, rank: int) -> Tensor:
         """Some rows of V with ``rank`` columns, by their places among the rows, (…, rank)."""
-        return self._part.rows(index, rank)
+        return self._part.rows(lambda block: self.share.at(block, index), rank)
 
     def mix(self, columns: Tensor, rank: int) -> Tensor:
-        """Vᵀ times columns (rows, k), for V with ``rank`` columns."""
+        """Vᵀ times columns (own rows, k), for V with ``rank`` columns."""
         return self._part.mix(columns, rank)
 
     def residual(self, rank: int) -> float:
@@ -275,8 +280,7 @@ class SampledMatrix:
             if self.width:
                 products = self._part.remainder(inputs, products)
                 self._tails = [*self._part.values.square().flip(0).cumsum(0).flip(0).tolist(), 0.0]
-            norm = torch.linalg.vector_norm(products, dtype=torch.float64)
-            self._last = float(norm.square()) / _HELD_OUT
+            self._last = self.share.squared_norm(products) / _HELD_OUT
         return self._tails[rank] + self._last
 
     def rank_for(self, tolerance: float, limit: int) -> float:
@@ -301,30 +305,26 @@ class SampledMatrix:
 
     def _multiply(self, directions: Tensor) -> Tensor:
         if self._root is not None:
-            return self._kept(self._root.root_transposed(directions))
-        return self._kept(product(self._source, self._whole(directions)))
+            return self.share.select(self._root.root_transposed(directions))
+        return self.share.product(self._source, directions)
 
-    def _whole(self, columns: Tensor) -> Tensor:
-        """Columns with all rows of the matrix."""
-        if self._is_whole:
-            return columns
-        size = self._source.shape[0]
-        return columns.new_zeros(size, columns.shape[1]).index_copy_(0, self.rows, columns)
-
-    def _kept(self, columns: Tensor) -> Tensor:
-        return columns if self._is_whole else columns.index_select(0, self.rows)
+    @property
+    def _size(self) -> int:
+        return self._source.shape[0]
 
     def _draw(self, num_columns: int) -> Columns:
         self._require_memory(self.width + num_columns)
-        return random_products(self._source, self.rows, num_columns, self._generator)
+        return random_products(self._source, self.share, num_columns, self._generator)
 
     def _require_memory(self, width: int) -> None:
-        require_bytes(
-            3 * max(0, width - self.width) * self.rows.numel() * self._source.dtype.itemsize,
-            self._source.device,
-            f"a sketch of {width} columns",
-            ("choose global_rank, leaf_size and ordering yourself", "use float32"),
-        )
+        needed = 3 * max(0, width - self.width) * self.share.num_own
+        with self.share.ranks.agreed():
+            require_bytes(
+                needed * self._source.dtype.itemsize,
+                self._source.device,
+                f"a sketch of {width} columns",
+                ("choose global_rank, leaf_size and ordering yourself", "use float32"),
+            )
 
 
 def pool_of(max_columns: int) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -26,9 +26,11 @@ from torch import Tensor
 from hcurv.damping import Damping
 from hcurv.hierarchical.solving.elimination import IndefiniteError
 from hcurv.hierarchical.solving.factorize import factorize_levels
+from hcurv.hierarchical.solving.shared_solves import factorize_shared
 from hcurv.linalg import lanczos
 
 if TYPE_CHECKING:
+    from hcurv.hierarchical.matrix.distributed import DistributedHMatrix
     from hcurv.hierarchical.matrix.hmatrix import HMatrix
 
 __all__ = [
@@ -150,7 +152,10 @@ def is_definite(matrix: HMatrix, damping: float) -> bool:
     The global part of A is left out.
     """
     try:
-        factorize_levels(matrix, damping, keep=False)
+        if matrix.nodes is None:
+            factorize_levels(matrix, damping, keep=False)
+        else:
+            factorize_shared(cast("DistributedHMatrix", matrix), damping, keep=False)
     except IndefiniteError:
         return False
     return True
@@ -193,7 +198,7 @@ def make_definite(matrix: HMatrix, damping: float) -> HMatrix:
         safe = min(safe, max(-_CLOSER * lowest, 2 * allowed))
     shift = max(0.0, _tried(matrix, lowest, safe) - allowed)
     leaves = matrix.leaves.values.clone()
-    is_row = matrix.leaves.rows < matrix.tree.num_kept
+    is_row = matrix.leaves.rows < matrix.leaf_order.numel()
     leaves.diagonal(dim1=1, dim2=2).add_(shift * is_row)
     return matrix.with_leaves(replace(matrix.leaves, values=leaves))
 
@@ -267,9 +272,11 @@ def _lift(matrix: HMatrix, lacking: Tensor, vectors: Tensor) -> HMatrix:
         lacking: the negative eigenvalues times −1, (q,).
         vectors: their eigenvectors, (N, q).
     """
-    kept = torch.cat([vectors[matrix.tree.permutation], vectors.new_zeros(1, vectors.shape[1])])
+    kept = torch.cat([vectors[matrix.leaf_order], vectors.new_zeros(1, vectors.shape[1])])
     parts = kept[matrix.leaves.rows]  # (leaves, m, q)
     spread = parts.square().sum(1).square().sum(0)
+    if matrix.nodes is not None and matrix.nodes.is_shared:
+        spread = matrix.nodes.share.total(spread)
     weights = (lacking / spread).to(parts.dtype)
     values = torch.baddbmm(matrix.leaves.values, parts * weights, parts.transpose(1, 2))
     return matrix.with_leaves(replace(matrix.leaves, values=values))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from hcurv.operators import SymmetricOperator
 from hcurv.sources import as_operator
 
 if TYPE_CHECKING:
+    from hcurv.hierarchical.matrix.distributed import DistributedHMatrix
     from hcurv.hierarchical.matrix.hmatrix import HMatrix
 
 __all__ = ["Factorization", "factorize", "try_factorize"]
@@ -308,6 +309,8 @@ def factorize(matrix: HMatrix, damping: Damping, definite: bool) -> Factorizatio
 
 def try_factorize(matrix: HMatrix, damping: Damping, definite: bool = True) -> Factorization | None:
     """Factorize A + D as `factorize` does; None if that is not possible."""
+    if matrix.nodes is not None:
+        return _try_shared(matrix, damping, definite)
     _check_finite(matrix)
     zero_rows = damping.rows(matrix.tree.zero_rows)
     if bool((zero_rows <= 0).any() if definite else (zero_rows == 0).any()):
@@ -327,6 +330,16 @@ def try_factorize(matrix: HMatrix, damping: Damping, definite: bool = True) -> F
     if matrix.global_part is None:
         return result
     return result.with_global_part(matrix.global_part, definite)
+
+
+def _try_shared(matrix: HMatrix, damping: Damping, definite: bool) -> Factorization | None:
+    """The same for a matrix that is spread over ranks."""
+    from hcurv.hierarchical.solving.distributed_factorization import try_factorize_shared
+
+    shared = cast("DistributedHMatrix", matrix)
+    with shared.share.ranks.agreed():
+        _check_finite(matrix)
+    return try_factorize_shared(shared, damping, definite)
 
 
 def _check_finite(matrix: HMatrix) -> None:

@@ -30,7 +30,18 @@ from hcurv.memory import require_bytes
 if TYPE_CHECKING:
     from hcurv.hierarchical.matrix.hmatrix import HMatrix
 
-__all__ = ["Factors", "NodeBlocks", "factorize_levels", "node_groups", "splits", "stored_floats"]
+__all__ = [
+    "Factors",
+    "NodeBlocks",
+    "eliminate_levels",
+    "factorize_levels",
+    "node_groups",
+    "require_memory",
+    "scales_of",
+    "smallest_pivot",
+    "splits",
+    "stored_floats",
+]
 
 # Diagonal blocks are eliminated in batches of at most this many floats, which bounds the memory.
 _BLOCK_FLOATS = 2**24
@@ -55,12 +66,15 @@ class Factors:
     num_negative: int
 
 
-def splits(matrix: HMatrix) -> list[Split]:
-    """Return how the rows of the nodes of all levels lie, from the leaves to the root."""
+def splits(matrix: HMatrix, has_root: bool = True) -> list[Split]:
+    """Return how the rows of the nodes of all levels lie, from the leaves to the root.
+
+    Without a root, the last are the nodes of the uppermost level itself.
+    """
     bounds = matrix.tree.bounds(matrix.tree.depth)
     counts = bounds.diff()
     found = [Split(bounds[:-1], counts, counts)]
-    for level in matrix.levels:
+    for level in matrix.levels if has_root else matrix.levels[:-1]:
         counts = level.ranks.view(-1, 2).sum(1)
         found.append(Split(counts.cumsum(0) - counts, counts, level.ranks[::2]))
     return found
@@ -84,10 +98,10 @@ def node_groups(matrix: HMatrix, split: Split, number: int) -> Iterator[Basis]:
         yield Basis(nodes, none, rest, none, weights)
 
 
-def stored_floats(matrix: HMatrix) -> int:
+def stored_floats(matrix: HMatrix, has_root: bool = True) -> int:
     """Return the number of floats that a factorization of a matrix stores."""
     total = 0
-    for number, split in enumerate(splits(matrix)):
+    for number, split in enumerate(splits(matrix, has_root)):
         for group in node_groups(matrix, split, number):
             size, rank = group.weights.shape[1:]
             total += group.nodes.numel() * size * (size + 2 * rank)
@@ -153,27 +167,67 @@ def factorize_levels(
         IndefiniteError: A + D is not positive definite, or not regular.
     """
     if keep:
-        require_bytes(
-            stored_floats(matrix) * matrix.dtype.itemsize,
-            matrix.device,
-            f"the factorization of a matrix of N = {matrix.shape[0]}",
-            (
-                "compress with a larger tolerance",
-                "convert the matrix with .to(dtype=torch.float32)",
-            ),
-        )
+        require_memory(matrix)
+    low, high, largest = scales_of(matrix, damping)
+    floor = smallest_pivot(matrix.dtype, low, high, largest)
+    return eliminate_levels(matrix, damping, definite, keep, floor)[0]
+
+
+def require_memory(matrix: HMatrix, has_root: bool = True) -> None:
+    """Raise unless there is memory for the factors of a matrix."""
+    require_bytes(
+        stored_floats(matrix, has_root) * matrix.dtype.itemsize,
+        matrix.device,
+        f"the factorization of a matrix of N = {matrix.shape[0]}",
+        (
+            "compress with a larger tolerance",
+            "convert the matrix with .to(dtype=torch.float32)",
+        ),
+    )
+
+
+def scales_of(matrix: HMatrix, damping: float | Tensor) -> tuple[float, float, float]:
+    """Return the smallest and the largest damping, and the largest diagonal entry."""
     diagonal = matrix.leaves.values.diagonal(dim1=1, dim2=2)
     largest = float(diagonal.max()) if diagonal.numel() else 0.0
+    sizes = _leaf_damping(matrix, damping).abs()
+    if sizes.numel() == 0:
+        return 0.0, 0.0, largest
+    return float(sizes.min()), float(sizes.max()), largest
+
+
+def smallest_pivot(dtype: torch.dtype, low: float, high: float, largest: float) -> float:
+    """Return the size below which a pivot is rounding, from what `scales_of` gives."""
+    return max(_FLOORS[dtype] * max(largest, low), _DAMPING_FLOOR * high)
+
+
+def eliminate_levels(
+    matrix: HMatrix,
+    damping: float | Tensor,
+    definite: bool,
+    keep: bool,
+    floor: float,
+    has_root: bool = True,
+) -> tuple[Factors, NodeBlocks]:
+    """Eliminate all levels, and the root if the matrix has one.
+
+    Args:
+        matrix: A.
+        damping: as for `factorize_levels`.
+        definite: likewise.
+        keep: likewise.
+        floor: a pivot that is smaller than this is rounding.
+        has_root: whether the nodes of the uppermost level are two children of a root.
+
+    Returns:
+        The factors, and what is left of the diagonal blocks of the uppermost level.
+    """
     invert = cholesky_inverse if definite else spectral_inverse
-    on_leaves = _leaf_damping(matrix, damping)
-    sizes = on_leaves.abs() if on_leaves.numel() else torch.zeros(1)
-    low, high = float(sizes.min()), float(sizes.max())
-    floor = max(_FLOORS[matrix.dtype] * max(largest, low), _DAMPING_FLOOR * high)
-    run = _Run(matrix, on_leaves, invert, floor, keep)
+    run = _Run(matrix, _leaf_damping(matrix, damping), invert, floor, keep)
     levels = []
-    for number, split in enumerate(splits(matrix)):
+    for number, split in enumerate(splits(matrix, has_root)):
         levels.append(run.level(number, split))
-    return Factors(tuple(levels), run.log_determinant, run.num_negative)
+    return Factors(tuple(levels), run.log_determinant, run.num_negative), run.left
 
 
 def _leaf_damping(matrix: HMatrix, damping: float | Tensor) -> Tensor:
@@ -201,7 +255,7 @@ class _Run:
     ) -> None:
         self._matrix, self._damping, self._keep = matrix, damping, keep
         self._invert, self._floor = invert, floor
-        self._blocks = NodeBlocks()
+        self.left = NodeBlocks()
         self.log_determinant = 0.0
         self.num_negative = 0
 
@@ -218,7 +272,7 @@ class _Run:
                 elimination, schur = self._group(group, split, number == 0, size_below)
                 eliminations.append(elimination)
                 above.schur.append((group.nodes, schur))
-        self._blocks = above
+        self.left = above
         size = matrix.levels[number].size if number < len(matrix.levels) else 0
         return LevelFactor(split, size, size_below, tuple(eliminations))
 
@@ -274,6 +328,6 @@ class _Run:
             blocks[:, :-1, :-1] = values[nodes, :width, :width]
             blocks.diagonal(dim1=1, dim2=2)[:, :-1].add_(self._damping[nodes, :width])
         else:
-            blocks = self._blocks.of(nodes, split)
+            blocks = self.left.of(nodes, split)
         order = torch.cat([group.skeleton[part], group.rest[part]], 1)
         return permute(blocks, split.places(nodes, order))

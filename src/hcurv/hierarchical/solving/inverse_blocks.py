@@ -12,27 +12,48 @@ the children are their Σ.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from hcurv.hierarchical.solving.elimination import Elimination, LevelFactor, Split, permute
 
-__all__ = ["inverse_diagonal"]
+__all__ = ["inverse_diagonal", "skeleton_blocks"]
 
 # Blocks are computed in batches of at most this many floats, which bounds the memory.
 _BLOCK_FLOATS = 2**24
 
 
-def inverse_diagonal(levels: tuple[LevelFactor, ...]) -> Tensor:
-    """Return the diagonal of the inverse in tree order, (rows,), in double precision."""
-    known: list[tuple[Tensor, Tensor]] = []  # nodes of a level, and their Σ
+def skeleton_blocks(
+    levels: tuple[LevelFactor, ...], known: Sequence[tuple[Tensor, Tensor]] = ()
+) -> list[tuple[Tensor, Tensor]]:
+    """Return nodes of the lowest level, ascending, and their Σ, by groups.
+
+    Args:
+        levels: from the leaves to the root.
+        known: the same for the nodes of the uppermost level, if that is not the root.
+    """
+    found = list(known)
     for level in reversed(levels[1:]):
-        known = [
+        found = [
             part
             for elimination in level.eliminations
-            for part in _children(elimination, level.split, known)
+            for part in _children(elimination, level.split, found)
         ]
-    leaves = levels[0]
+    return found
+
+
+def inverse_diagonal(
+    levels: tuple[LevelFactor, ...], above: Sequence[tuple[Tensor, Tensor]] = ()
+) -> Tensor:
+    """Return the diagonal of the inverse in tree order, (rows,), in double precision.
+
+    Args:
+        levels: from the leaves to the root.
+        above: Σ of the nodes of the uppermost level, if that is not the root.
+    """
+    known, leaves = skeleton_blocks(levels, above), levels[0]
     result = torch.zeros(
         leaves.size_below + 1, dtype=torch.float64, device=leaves.split.starts.device
     )

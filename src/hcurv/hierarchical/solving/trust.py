@@ -56,6 +56,8 @@ def warn_of_roughness(
     dimension = float((probes.double() * (matrix @ probes).double()).sum()) / _NUM_PROBES
     if (error * trace / size) ** 2 <= _LARGEST_ERROR * dimension:
         return
+    if matrix.nodes is not None and not matrix.nodes.share.ranks.first:
+        return
     built = "without a damping"
     if record.damping is not None:
         built = f"for a damping of {record.damping:.1e}"

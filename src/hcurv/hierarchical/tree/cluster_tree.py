@@ -24,6 +24,7 @@ __all__ = [
     "MAX_ENTRIES",
     "ClusterTree",
     "Distance",
+    "SubtreeForest",
     "cluster",
     "depth_for",
     "distance_order",
@@ -108,6 +109,23 @@ class ClusterTree:
             [[0, 1, -1], [2, 3, 4]]
         """
         return node_rows(self.permutation, self.depth)
+
+
+@dataclass(frozen=True)
+class SubtreeForest(ClusterTree):
+    """Some neighbouring subtrees of a tree, all of the same depth; or one with leaves of any size.
+
+    Attributes:
+        leaf_bounds: where the leaves begin and end in the permutation.
+    """
+
+    leaf_bounds: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.long))
+
+    def bounds(self, level: int) -> Tensor:
+        """Where the leaves begin and end in the permutation."""
+        if level != self.depth:
+            raise ValueError("nothing but the leaves of a forest have bounds")
+        return self.leaf_bounds
 
 
 def depth_for(num_rows: int, leaf_size: int) -> int:
