@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from hcurv.factorized import check_float_type
+from hcurv.files import as_path
 from hcurv.hierarchical.matrix import storage
 from hcurv.hierarchical.matrix.hmatrix import HMatrix
 from hcurv.hierarchical.matrix.sharded_files import load_shards
@@ -47,9 +47,10 @@ def load(
         True
     """
     ranks = ranks_of(process_group)
-    if Path(path).is_dir():
+    path = as_path(path)
+    if path.is_dir():
         return load_shards(path, device, ranks)
-    if ranks.size > 1 and Path(path).is_file():
+    if ranks.size > 1 and path.is_file():
         raise ValueError(
             f"{path} is a file, which one process reads: leave process_group out. Ranks share what"
             " DistributedHMatrix.save has written to a folder"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hcurv.files import check_target
+from hcurv.files import as_path, check_target
 from hcurv.hierarchical.building.sampler import LevelRows
 from hcurv.hierarchical.building.skeleton_columns import AdaptiveSampler
 from hcurv.hierarchical.matrix import storage
@@ -95,7 +95,7 @@ class Checkpoint:
         options: Mapping[str, object],
         diagonal: Tensor,
     ) -> None:
-        self._folder = None if folder is None else Path(folder)
+        self._folder = None if folder is None else as_path(folder, "checkpoint")
         self._ranks, self._device = ranks, diagonal.device
         self._num_plans = self._num_builds = 0
         if self._folder is None:
