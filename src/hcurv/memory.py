@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -35,10 +36,27 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.3g} TB"
 
 
+# A limit of this many bytes or more is none.
+_NO_LIMIT = 2**60
+
+
+def _read(path: str) -> str:
+    """The first 8 kB of a small file of the system. Memory is asked for often: this is quick.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    number = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(number, 8192).decode()
+    finally:
+        os.close(number)
+
+
 def _read_int(path: str) -> int | None:
     """Read a file with one integer; None if it is absent, unreadable, or says "max"."""
     try:
-        return int(Path(path).read_text().strip())
+        return int(_read(path))
     except (OSError, ValueError):
         return None
 
@@ -46,7 +64,7 @@ def _read_int(path: str) -> int | None:
 def _host_bytes() -> int | None:
     """Bytes that this machine can still give, or None if it does not say."""
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
+        for line in _read("/proc/meminfo").splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     except OSError:
@@ -64,22 +82,42 @@ def _container_bytes() -> int | None:
     Pages of files that the system can drop at any time do not count as used.
     """
     left = []
-    for folder in _group_folders():
-        limit = _read_int(f"{folder}/memory.max")
-        used = _read_int(f"{folder}/memory.current")
-        if limit is None:  # version 1 of cgroups
-            limit = _read_int(f"{folder}/memory.limit_in_bytes")
-            used = _read_int(f"{folder}/memory.usage_in_bytes")
-        if limit is not None and used is not None:
+    for folder, limit_file, used_file in _limited_groups():
+        limit = _read_int(f"{folder}/{limit_file}")
+        if limit is None or limit >= _NO_LIMIT:
+            continue
+        used = _read_int(f"{folder}/{used_file}")
+        if used is not None:
             left.append(max(0, limit - used + _droppable(folder)))
     return min(left, default=None)
+
+
+# The names of the files with the limit and with what is used, in both versions of cgroups.
+_NAMES = (
+    ("memory.max", "memory.current"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+
+
+@lru_cache(maxsize=1)
+def _limited_groups() -> tuple[tuple[str, str, str], ...]:
+    """Folders of groups that can have limits, with the names of the files that say so.
+
+    A process stays in its groups, so that they are looked for once.
+    """
+    return tuple(
+        (folder, *names)
+        for folder in dict.fromkeys(_group_folders())
+        for names in _NAMES
+        if os.path.exists(f"{folder}/{names[0]}")
+    )
 
 
 def _group_folders() -> list[str]:
     """The folders that describe the groups of this process, from the innermost outwards."""
     folders = ["/sys/fs/cgroup", "/sys/fs/cgroup/memory"]
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = _read("/proc/self/cgroup").splitlines()
     except OSError:
         return folders
     for line in lines:
@@ -95,7 +133,7 @@ def _group_folders() -> list[str]:
 def _droppable(folder: str) -> int:
     """Bytes of files that a group holds in memory, and that the system drops first."""
     try:
-        for line in Path(f"{folder}/memory.stat").read_text().splitlines():
+        for line in _read(f"{folder}/memory.stat").splitlines():
             if line.startswith(("inactive_file ", "total_inactive_file ")):
                 return int(line.split()[1])
     except (OSError, ValueError):
@@ -111,7 +149,7 @@ def _process_bytes() -> int | None:
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
         if limit == resource.RLIM_INFINITY:
             return None
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        used = int(_read("/proc/self/statm").split()[0]) * resource.getpagesize()
     except (ImportError, OSError, ValueError):
         return None
     return max(0, limit - used)
