@@ -19,7 +19,7 @@ def test_too_little_memory_is_said_before_allocation(monkeypatch: pytest.MonkeyP
     model = nn.Sequential(nn.Linear(1000, 1000), nn.ReLU(), nn.Linear(1000, 10))
     inputs = torch.zeros(10_000, 1000)
     with pytest.raises(hcurv.InsufficientMemoryError, match=r"10000 points.*0.300 GB|300 MB") as e:
-        hcurv.GaussNewton(model, nn.CrossEntropyLoss(), inputs)
+        hcurv.GaussNewton(model, nn.CrossEntropyLoss(), inputs, factors="memory")
     message = str(e.value)
     batch = 512 * (3 * 10 * 1000 + 4 * 1010) * 4  # temporary memory
     needed = 10_000 * (10 * 1010 + 1001 + 1001) * 4 + batch
