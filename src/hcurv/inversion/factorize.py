@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import get_args
 
@@ -79,6 +80,11 @@ class _Inversion:
         self._sketch = GrowingSketch(matrix, damping, seed)
         self._sketch.grow(_FIRST_COLUMNS)
         spectrum = self._spectrum()
+        if not math.isfinite(self._trace) or not math.isfinite(spectrum.largest):
+            raise ValueError(
+                f"H over the damping overflows {matrix.dtype}: choose a larger damping, or use"
+                " float64 or data of a usual scale"
+            )
         self._check_precision(spectrum.largest)
         self._dtype = self._working_precision(spectrum.largest)
         self._costs = CostModel(
