@@ -71,6 +71,7 @@ class Interruptions:
         at = rng.randint(1, self._lengths[name])
         before = [State(model) for model in self._calls.models]
         filters = list(warnings.filters)
+        methods = {name: getattr(torch.nn.Module, name) for name in ("__call__", "__getattr__")}
         where = f"{name}, call {at}"
         try:
             found, _ = _profiled(lambda: self._calls.run(name), at)
@@ -89,6 +90,10 @@ class Interruptions:
         if list(warnings.filters) != filters:
             self.problems.append(f"{where}: warning filters were changed")
             warnings.filters[:] = filters  # type: ignore[index]
+        for method, original in methods.items():
+            if getattr(torch.nn.Module, method) is not original:
+                self.problems.append(f"{where}: nn.Module.{method} is that of torch.fx")
+                setattr(torch.nn.Module, method, original)
         torch.set_grad_enabled(True)
         self._compare(f"{where}, afterwards", name, self._calls.run(name))
 

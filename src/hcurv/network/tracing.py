@@ -87,6 +87,9 @@ def trace_stages(module: nn.Module) -> list[Stage]:
     Raises:
         UnsupportedModelError: the forward pass cannot be traced, or is not a chain.
     """
+    # torch.fx replaces these methods while it traces. If an interruption comes just when it puts
+    # them back, it does not, and no module can be called any more.
+    replaced = {name: getattr(nn.Module, name) for name in ("__call__", "__getattr__")}
     try:
         with redirect_stdout(io.StringIO()):  # The forward pass may print what it computes.
             graph = _Tracer().trace(module)
@@ -95,6 +98,9 @@ def trace_stages(module: nn.Module) -> list[Stage]:
             f"torch.fx cannot trace {type(module).__name__} ({error}).",
             "Control flow that depends on the data cannot be read.",
         ) from error
+    finally:
+        for name, method in replaced.items():
+            setattr(nn.Module, name, method)
     stages: list[Stage] = []
     stage_of: dict[fx.Node, int] = {}
     called: dict[int, str] = {}
