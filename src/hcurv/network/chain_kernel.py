@@ -10,6 +10,7 @@ over inputs do not separate, and each unit contributes a product of its own.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -121,32 +122,36 @@ class ChainKernelParts:
                 result += (rows.square() * norms).sum(1)
         return result
 
-    def tile(self, first: slice, second: slice, space: Tensor) -> Tensor:
-        """K between all rows of some points and all rows of others, in the first of two spaces."""
-        q, count, other = self._num_rows, first.stop - first.start, second.stop - second.start
-        dtype, used = space.dtype, count * q * other * q
-        result: Tensor = space[0].view(-1)[:used].view(count * q, other * q)
-        product = space[1].view(-1)[:used].view(count * q, other * q)
-        result.zero_()
+    def tile(self, first: slice, second: slice, out: Tensor, space: Tensor) -> None:
+        """Write K between all rows of some points and all rows of others."""
+        product = space.view(-1)[: out.numel()].view(out.shape)
+        is_fresh = True
         for term, rows in zip(self._terms, self._rows, strict=True):
-            left = rows[first.start * q : first.stop * q].to(dtype)
-            right = rows[second.start * q : second.stop * q].to(dtype)
-            above, beside = (term.features[:, points].to(dtype) for points in (first, second))
-            if term.shared is not None:
-                inner = (above * term.shared[:, None].to(dtype)).T @ beside
-                _add_product(result, product, left, right, inner, q)
-                continue
-            assert term.by_unit is not None
-            for unit, weights in enumerate(term.by_unit.to(dtype)):
-                inner = (above * weights[:, None]).T @ beside
-                if left.ndim == 2:
-                    _add_product(
-                        result, product, left[:, unit, None], right[:, unit, None], inner, q
-                    )
-                else:
-                    own = result.view(count, q, other, q)[:, unit, :, unit]
-                    own += inner * torch.outer(left[unit::q], right[unit::q])
-        return result
+            for left, right, inner in self._products(term, rows, first, second, out.dtype):
+                _add_product(out, product, left, right, inner, self._num_rows, is_fresh)
+                is_fresh = False
+        if is_fresh:
+            out.zero_()
+
+    def _products(
+        self, term: _LayerTerm, rows: Tensor, first: slice, second: slice, dtype: torch.dtype
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """The operands of `_add_product` whose sum is what one layer contributes to a tile."""
+        q = self._num_rows
+        left, right = (rows[part.start * q : part.stop * q].to(dtype) for part in (first, second))
+        above, beside = (term.features[:, points].to(dtype) for points in (first, second))
+        if term.shared is not None:
+            yield left, right, _weighted_inner(above, beside, term.shared.to(dtype))
+            return
+        assert term.by_unit is not None
+        weights = term.by_unit.to(dtype)
+        if rows.ndim == 1:  # row a of a point belongs to unit a alone
+            inner = torch.stack([_weighted_inner(above, beside, own) for own in weights], 2)
+            yield left, right, inner
+            return
+        for unit, own in enumerate(weights):
+            inner = _weighted_inner(above, beside, own)
+            yield left[:, unit, None], right[:, unit, None], inner
 
     @property
     def separates(self) -> bool:
@@ -207,8 +212,21 @@ def _as_rows(rows: Tensor, q: int) -> Tensor:
     return rows if rows.ndim == 2 else torch.diag_embed(rows.view(-1, q)).flatten(0, 1)
 
 
+def _weighted_inner(above: Tensor, beside: Tensor, weights: Tensor) -> Tensor:
+    """Σ_ν above[ν] weights[ν] beside[ν] between points (f, b) and (f, b')."""
+    if weights.numel() and bool((weights == weights[0]).all()):  # as with one damping for all
+        return (above.T @ beside).mul_(weights[0])
+    return (above * weights[:, None]).T @ beside
+
+
 def _add_product(
-    result: Tensor, space: Tensor, left: Tensor, right: Tensor, inner: Tensor, q: int
+    result: Tensor,
+    space: Tensor,
+    left: Tensor,
+    right: Tensor,
+    inner: Tensor,
+    q: int,
+    is_fresh: bool,
 ) -> None:
     """Add (left · right) ⊙ inner, with ``inner`` by points and the others by rows of points.
 
@@ -219,16 +237,26 @@ def _add_product(
         space: of the same shape, to be overwritten.
         left: factors of b·q rows, (b·q, units) or (b·q,).
         right: factors of b'·q rows.
-        inner: products of the features of b and b' points.
+        inner: products of the features of b and b' points, (b, b'); for diagonals they may differ
+            by row, (b, b', q).
         q: the number of rows of a point.
+        is_fresh: whether ``result`` holds nothing yet and is overwritten. A pass over a tile costs
+            as much as its flops, where units are few.
     """
-    count, other = inner.shape
+    count, other = inner.shape[:2]
     if left.ndim == 2:
         torch.mm(left, right.T, out=space)
         # Repeated along its rows, ``inner`` is read in the order of memory.
         wide = inner.repeat_interleave(q, 1)[:, None]
         by_point = result.view(count, q, other * q)
-        torch.addcmul(by_point, space.view(count, q, other * q), wide, out=by_point)
+        by_row = space.view(count, q, other * q)
+        if is_fresh:
+            torch.mul(by_row, wide, out=by_point)
+        else:
+            torch.addcmul(by_point, by_row, wide, out=by_point)
         return
+    if is_fresh:
+        result.zero_()
     same = result.view(count, q, other, q).diagonal(dim1=1, dim2=3)  # (b, b', q)
-    same += inner[:, :, None] * left.view(count, 1, q) * right.view(1, other, q)
+    by_row = inner if inner.ndim == 3 else inner[:, :, None]
+    same += by_row * left.view(count, 1, q) * right.view(1, other, q)

@@ -200,22 +200,20 @@ class TangentKernel(SymmetricOperator):
         """
         n, q = self._root.num_points, self._num_rows
         step = min(n, self._parts.tile_points)
-        # One tile and one product of factors, used again and again: fresh memory costs more than
-        # the arithmetic.
-        space = torch.empty(2, step * q, step * q, dtype=result.dtype, device=self.device)
+        # One product of factors, used again and again: fresh memory costs more than the arithmetic.
+        space = torch.empty(step * q, step * q, dtype=result.dtype, device=self.device)
         with torch.no_grad():
             for top in range(0, n, step):
                 first = slice(top, min(top + step, n))
                 for left in range(0, top + 1, step):
                     second = slice(left, min(left + step, n))
                     rows, cols = (slice(s.start * q, s.stop * q) for s in (first, second))
-                    tile = self._parts.tile(first, second, space)
+                    tile = result[rows, cols]
+                    self._parts.tile(first, second, tile, space)
                     if left == top:
                         # Both halves are the same to the last bit.
-                        result[rows, cols] = (tile + tile.T) / 2
-                        continue
-                    result[rows, cols] = tile
-                    if not lower:
+                        tile.copy_((tile + tile.T) / 2)
+                    elif not lower:
                         result[cols, rows] = tile.T
         return result
 

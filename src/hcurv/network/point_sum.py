@@ -365,16 +365,15 @@ class _SharedKernelParts:
         rank, size = self._ranks.rank, self._ranks.size
         return slice(count * rank // size, count * (rank + 1) // size)
 
-    def tile(self, first: slice, second: slice, space: Tensor) -> Tensor:
-        """K between all rows of some points and all rows of others."""
+    def tile(self, first: slice, second: slice, out: Tensor, space: Tensor) -> None:
+        """Write K between all rows of some points and all rows of others."""
         own = self._share(first.stop - first.start)
         points = slice(first.start + own.start, first.start + own.stop)
+        found = out[own.start * self._num_rows : own.stop * self._num_rows]
         with self._ranks.agreed():
-            width = (second.stop - second.start) * self._num_rows
-            found = space.new_zeros(0, width)
             if points.stop > points.start:
-                found = self._parts.tile(points, second, space)
-        return torch.cat(self._ranks.gather(found))
+                self._parts.tile(points, second, found, space)
+        torch.cat(self._ranks.gather(found.contiguous()), out=out)
 
     def entries(self, rows: Tensor, cols: Tensor) -> Tensor:
         """Blocks between any rows (B, m) and columns (B, k): (B, m, k)."""

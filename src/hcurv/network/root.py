@@ -36,14 +36,15 @@ class KernelParts(Protocol):
     def diagonal(self) -> Tensor:
         """The n·q diagonal entries."""
 
-    def tile(self, first: slice, second: slice, space: Tensor) -> Tensor:
-        """K between all rows of some points and all rows of others.
+    def tile(self, first: slice, second: slice, out: Tensor, space: Tensor) -> None:
+        """Write K between all rows of some points and all rows of others.
 
         Args:
             first: a range of points.
             second: another one.
-            space: memory for two tiles, (2, rows, rows), in the precision of the result. The
-                result may be a view of it.
+            out: what is written to, (rows of the first, rows of the second). Neighbours within a
+                row are neighbours in memory.
+            space: memory for one tile, in the precision of ``out``, to be overwritten.
         """
 
     def entries(self, rows: Tensor, cols: Tensor) -> Tensor:

@@ -66,15 +66,13 @@ class LayeredKernelParts:
         first.gram(left, second, right, self._weights, sums)
         return sums.view(q, -1, q, right.stop - right.start).permute(1, 0, 3, 2)
 
-    def tile(self, first: slice, second: slice, space: Tensor) -> Tensor:
-        """K between all rows of some points and all rows of others."""
-        q, root = self._root.num_rows, self._root
-        count, other = first.stop - first.start, second.stop - second.start
-        result = torch.zeros(count, q, other, q, dtype=space.dtype, device=root.device)
+    def tile(self, first: slice, second: slice, out: Tensor, space: Tensor) -> None:
+        """Write K between all rows of some points and all rows of others."""
+        q = self._root.num_rows
+        by_point = out.view(first.stop - first.start, q, second.stop - second.start, q)
         for upper, left, above in self._pieces(first):
             for lower, right, beside in self._pieces(second):
-                result[above, :, beside] = self._between(upper, left, lower, right).to(space.dtype)
-        return result.view(count * q, other * q)
+                by_point[above, :, beside] = self._between(upper, left, lower, right)
 
     def batch_floats(self, num_rows: int, num_cols: int) -> int:
         """Blocks are computed one after the other."""
