@@ -226,9 +226,10 @@ def limited(arguments: argparse.Namespace) -> None:
     own = inputs[count * number // size : count * (number + 1) // size].clone()
     del inputs
     group, loss = distributed.group.WORLD, nn.CrossEntropyLoss()
-    # Threads and connections are made here, before the limit is set.
+    # Libraries are loaded, and threads and connections made, before the limit is set.
     few = hcurv.GaussNewton(model, loss, own[:64], process_group=group, factors="memory")
     few @ torch.ones(few.shape[0], 16)
+    hcurv.compress(few, tolerance=0.5)
     room = int(LIMIT_SHARE * few.memory_plan().stored_bytes / 64 * count)
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
