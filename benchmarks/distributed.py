@@ -7,8 +7,11 @@ recompute: classifier (c) on all training images of MNIST. Products, the diagona
   then each of the two in a process of its own, for its peak of memory.
 resnet: ResNet-8 on all training images of CIFAR-10, whose Jacobians no ordinary memory holds.
 ranks: classifier (c) again, on 1, 2 and 4 processes with one thread each, which share the points:
-  times of products, the peak of each process, and messages and bytes beside the cost model of
-  docs/scale.md.
+  times of products and of a compressed matrix, the peak of each process, and messages and bytes
+  beside the cost model of docs/scale.md.
+limit: classifier (c) once more, with layer Jacobians in memory and a limit on the memory of each
+  process (as by `ulimit -v`) that is too small for all of them: one rank refuses, four ranks make
+  products and a compressed matrix.
 
 A ratio is the time of what is new over that of what it is compared with: recomputed over stored,
 one rank over several.
@@ -39,11 +42,14 @@ from hcurv.memory import format_bytes
 from hcurv.ranks import OneRank
 
 GB = 1e9
-PARTS = ("recompute", "resnet", "ranks")
+PARTS = ("recompute", "resnet", "ranks", "limit")
 NETWORK, MODEL = "classifier (c)", "ResNet-8"
 COLUMNS = (1, 16, 128)
 TOLERANCE, ROUGH = 5e-2, 1e-1
 RANKS = (1, 2, 4)
+# A process of the part "limit" may use this share of the bytes that the factors of all points take,
+# beyond what it has before the matrix is made; with fewer points than this, other things decide.
+LIMIT_SHARE, LIMIT_POINTS, LIMIT_WORKSPACE = 0.7, 20_000, 2**26
 
 
 def classifier(num_points: int, data: str | None) -> tuple[nn.Module, Tensor]:
@@ -167,28 +173,85 @@ def ranks(arguments: argparse.Namespace) -> None:
     print(f"\n{NETWORK} on several ranks, one thread each, n = {count}")
     alone: dict[str, Any] = {}
     for size in RANKS:
-        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-        command = [sys.executable, *command, __file__, "rank", "--points", str(count)]
-        if arguments.data:
-            command += ["--data", arguments.data]
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, text=True, check=True, env=_one_thread()
-        )
-        found = json.loads(done.stdout.strip().splitlines()[-1])
+        found = torchrun(size, "rank", count, arguments)
         alone = alone or found
         print(
             f"  {size} ranks: {found['own']:.3f} GB at the most on a rank, for its points and the"
             f" matrix; {found['own'] / alone['own']:.2f} of that of one rank"
         )
-        for name in [key for key in found if key.startswith(("product", "diagonal"))]:
+        for name in [key for key in found if key.startswith(("product", "diagonal", "compress"))]:
             print(f"    {name:<24}{found[name]:8.3f} s   speed-up {alone[name] / found[name]:.2f}")
         for name, (counted, predicted) in found["traffic"].items():
             print(f"    {name:<24}{counted:12.0f} bytes sent, cost model {predicted:12.0f}")
         sys.stdout.flush()
 
 
-def _one_thread() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+def torchrun(size: int, part: str, count: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run a part of this file in several processes, and read what the first prints last."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    command = [sys.executable, *command, __file__, part, "--points", str(count)]
+    if arguments.data:
+        command += ["--data", arguments.data]
+    # Each thread of an allocator would reserve address space, which a limit counts.
+    one = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, **one}
+    )
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def limit(arguments: argparse.Namespace) -> None:
+    """What one rank has no memory for, four ranks do."""
+    count = max(LIMIT_POINTS, arguments.points or 60_000)
+    classifier(count, arguments.data)  # trained once, for all ranks
+    for size in (1, RANKS[-1]):
+        found = torchrun(size, "limited", count, arguments)
+        if size == 1:
+            print(f"\n{NETWORK}, n = {count}, {found['limit'] / GB:.2f} GB for each rank")
+        if "refused" in found:
+            print(f"  {size} rank: refused: {found['refused']}", flush=True)
+            continue
+        print(f"  {size} ranks, {found['stored'] / GB:.2f} GB of factors on each:", flush=True)
+        for name in ("product", "compress"):
+            print(f"    {name:<24}{found[name]:8.3f} s", flush=True)
+
+
+def limited(arguments: argparse.Namespace) -> None:
+    """One of several processes with little memory, started by torchrun."""
+    distributed.init_process_group("gloo")
+    torch.set_num_threads(1)
+    model, inputs = classifier(arguments.points, arguments.data)
+    number, size, count = distributed.get_rank(), distributed.get_world_size(), len(inputs)
+    own = inputs[count * number // size : count * (number + 1) // size].clone()
+    del inputs
+    group, loss = distributed.group.WORLD, nn.CrossEntropyLoss()
+    # Libraries are loaded, and threads and connections made, before the limit is set.
+    few = hcurv.GaussNewton(model, loss, own[:64], process_group=group, factors="memory")
+    few @ torch.ones(few.shape[0], 16)
+    hcurv.compress(few, tolerance=0.5)
+    room = int(LIMIT_SHARE * few.memory_plan().stored_bytes / 64 * count)
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + room, used + room))
+    found: dict[str, object] = {"limit": room}
+    try:
+        H = hcurv.GaussNewton(
+            model,
+            loss,
+            own,
+            process_group=group,
+            factors="memory",
+            workspace=LIMIT_WORKSPACE,
+        )
+        vectors = torch.randn(H.shape[0], 16, generator=torch.Generator().manual_seed(0))
+        found |= {"stored": H.nbytes, "product": _together(lambda: H @ vectors)}
+        found["compress"] = _together(lambda: hcurv.compress(H, tolerance=TOLERANCE), 1)
+    except hcurv.InsufficientMemoryError as error:
+        found["refused"] = str(error)
+    if number == 0:
+        print(json.dumps(found))
+    distributed.destroy_process_group()
 
 
 def rank(arguments: argparse.Namespace) -> None:
@@ -222,7 +285,10 @@ def measure_rank(model: nn.Module, inputs: Tensor) -> dict[str, object]:
         predicted = 0 if size == 1 else 16 * size + vectors.numel() * vectors.element_size()
         traffic[f"product, {columns} columns"] = (_sent(H.ranks) - before, predicted)
         found[f"product, {columns} columns"] = _together(lambda: H @ vectors)  # noqa: B023
-    return {**found, "diagonal": _together(H.diagonal, 1), "traffic": traffic}
+    found["diagonal"] = _together(H.diagonal, 1)
+    name = f"compress to {TOLERANCE:g}"
+    found[name] = _together(lambda: hcurv.compress(H, tolerance=TOLERANCE), 1)
+    return {**found, "traffic": traffic}
 
 
 def _sent(known: OneRank) -> int:
@@ -251,14 +317,15 @@ def main() -> None:
     parser.add_argument("--points", type=int, help="fewer points, for a trial")
     parser.add_argument("--factors", default="recompute", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    inner = {"one": one, "rank": rank}
-    known = {"recompute": recompute, "resnet": resnet, "ranks": ranks}
+    inner = {"one": one, "rank": rank, "limited": limited}
+    known = {"recompute": recompute, "resnet": resnet, "ranks": ranks, "limit": limit}
     if arguments.parts and arguments.parts[0] in inner:
         inner[arguments.parts[0]](arguments)
         return
     print(describe_machine())
     for part in arguments.parts or PARTS:
-        known[part](arguments)
+        took = seconds(lambda: known[part](arguments))  # noqa: B023
+        print(f"  {part} took {took:.0f} s in all", flush=True)
 
 
 if __name__ == "__main__":

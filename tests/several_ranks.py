@@ -33,6 +33,8 @@ _CONTEXT.set_forkserver_preload(
         "torch.fx",
         "hcurv.inversion.factorize",
         "hcurv.hierarchical.compress",
+        "hcurv.applications.influence",
+        "hcurv.applications.laplace",
         "every_request",
     ]
 )

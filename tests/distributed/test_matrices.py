@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed
+from torch import distributed, nn
 
 import hcurv
+from cases import normal, seeded
 from hcurv.hierarchical.building.checkpoint import BuildCheckpoint
 from hcurv.hierarchical.matrix.distributed import DistributedHMatrix
 from hcurv.ranks import RanksError, ranks_of
@@ -60,6 +61,19 @@ class Summed(Collective):
         return self._term.blocks(rows, cols)
 
 
+def network(_: torch.Tensor | None = None) -> hcurv.GaussNewton:
+    """A small network, whose points lie on the ranks; the second of three or more has none."""
+    inputs, ranks = normal(45, 7), ranks_of(distributed.group.WORLD)
+    starts = [0, 45] if ranks.size == 1 else [0, 20, *[20] * (ranks.size > 2)]
+    starts += [30] * (ranks.size == 4) + [45] * (ranks.size > 1)
+    own = inputs[starts[ranks.rank] : starts[ranks.rank + 1]]
+    model = seeded(
+        lambda: nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 6), nn.Tanh()).double()
+    )
+    group = distributed.group.WORLD
+    return hcurv.GaussNewton(model, nn.MSELoss(), own, process_group=group)
+
+
 # Sources by name: what is compressed, how ranks know it, and with what.
 CASES = {
     "tree": (kernel(256, 3.0, 0), None, {"tolerance": 1e-3, "leaf_size": 16, "global_rank": 0}),
@@ -72,15 +86,21 @@ CASES = {
     "diagonal": (kernel(150, 0.003, 3, (0, 1)), Summed, {"damping": 0.5, "tolerance": 1e-2}),
     "uncut": (kernel(60, 3.0, 4), None, {"tolerance": 1e-3, "leaf_size": 40, "global_rank": 5}),
     "alone": (kernel(60, 0.01, 5, (3,)), Collective, {"tolerance": 1e-2}),
+    "network": (
+        network().to_dense(),
+        network,
+        {"tolerance": 1e-3, "leaf_size": 10, "global_rank": 6, "ordering": "layer-output-input"},
+    ),
 }
 # All of them with four ranks, which save them; some with others.
-NAMES = {4: tuple(CASES), 3: ("tree", "both", "planned", "alone"), 2: ("tree", "both", "diagonal")}
+NAMES = {4: tuple(CASES), 3: ("tree", "both", "alone", "network"), 2: ("tree", "both", "diagonal")}
 RUNS = [(size, name) for size in SIZES for name in NAMES[size]]
 
 
 def _compressed(name: str, **options: object) -> hcurv.HMatrix:
     values, kind, chosen = CASES[name]
-    source = values if kind is None or not distributed.is_initialized() else kind(values)
+    collective = kind is network or (kind is not None and distributed.is_initialized())
+    source = kind(values) if collective else values
     group = distributed.group.WORLD if kind is None and distributed.is_initialized() else None
     return hcurv.compress(source, process_group=group, **chosen, **options)
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from hcurv.losses import Loss
 from hcurv.network.batches import Batches, Data
 from hcurv.network.model_inputs import tensors_of
+from hcurv.ranks import OneRank
 
-__all__ = ["Ingredients", "digest", "digest_of_data", "digest_of_model"]
+__all__ = ["Ingredients", "digest", "digest_of_data", "digest_of_model", "require_same_data"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Ingredients:
 
     Attributes:
         model: the fingerprint of the model and the loss.
-        train_data: the training points.
+        train_data: the training points of this rank.
         tolerance: relative error of solves.
     """
 
@@ -39,8 +40,12 @@ class Ingredients:
         queries: Data,
         measure: Callable[..., Tensor] | None,
         members: Tensor | None,
+        ranks: OneRank,
     ) -> dict[str, str]:
-        """What recognises the scores of some queries in a file."""
+        """What recognises the scores of some queries in a file, the same on all ranks."""
+        with ranks.agreed():
+            own, asked = digest_of_data(self.train_data, dtype), digest_of_data(queries, dtype)
+        shards = ranks.gather_texts(own)
         values = torch.as_tensor(damping, dtype=torch.float64)
         which = "loss"
         if measure is not None:
@@ -48,8 +53,8 @@ class Ingredients:
             which = f"{getattr(measure, '__module__', '')}.{name}"
         return {
             "model": self.model,
-            "training data": digest_of_data(self.train_data, dtype),
-            "queries": digest_of_data(queries, dtype),
+            "training data": own if ranks.size == 1 else digest(*shards),
+            "queries": asked,
             "measure": which,
             "groups": "none" if members is None else digest(members),
             "damping": digest(values) if values.ndim else repr(float(values)),
@@ -99,3 +104,22 @@ def digest_of_data(data: Data, dtype: torch.dtype) -> str:
             part.update(_bytes(tensor))
         shapes = [f"{tensor.dtype}{tuple(tensor.shape[1:])}" for tensor in tensors]
     return digest(*shapes, *(part.hexdigest() for part in found))
+
+
+def require_same_data(ranks: OneRank, data: Data, dtype: torch.dtype, what: str) -> None:
+    """Make sure that all ranks were given the same points; one rank alone looks at nothing.
+
+    Args:
+        ranks: the processes.
+        data: the points.
+        dtype: the type of the model.
+        what: what they are called in the message.
+
+    Raises:
+        RanksError: some ranks have others.
+    """
+    if ranks.size == 1:
+        return
+    with ranks.agreed():
+        found = digest_of_data(data, dtype)
+    ranks.same(**{what: found[:12]})

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from hcurv.applications.damping_choice import choose_damping
 from hcurv.applications.fingerprints import Ingredients, digest_of_model
 from hcurv.applications.influence_scores import Influence
+from hcurv.applications.training_gradients import TrainingGradients
 from hcurv.damping import DampingLike
 from hcurv.factorized import Factorized
 from hcurv.losses import Loss
 from hcurv.network.batches import Data
 from hcurv.network.gauss_newton import GaussNewton
-from hcurv.network.model.snapshot import ForwardFunction
+from hcurv.network.model.snapshot import ForwardFunction, plain_model
 from hcurv.precision import full_precision
+from hcurv.ranks import ranks_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["influence"]
 
@@ -31,6 +37,7 @@ def influence(
     curvature: Any = None,
     check_damping: bool = True,
     forward_fn: ForwardFunction | None = None,
+    process_group: ProcessGroup | None = None,
     seed: int = 0,
     workspace: int = 2**28,
     progress: bool = False,
@@ -62,6 +69,11 @@ def influence(
             model: anything with ``factorize(damping)``.
         check_damping: measure, on the first queries, whether scores depend on the damping.
         forward_fn: as for `GaussNewton`.
+        process_group: a group of `torch.distributed`, if several processes work together. Each of
+            them passes its own training points, of any number, and everything else alike. All of
+            them make the same calls, with the same queries, and all receive the same scores, which
+            are those of the points of all ranks: first those of rank 0, then those of rank 1, and
+            so on, on each in the order of its data.
         seed: the seed of sketches and draws.
         workspace: as for `GaussNewton`.
         progress: whether to show a progress bar of the preparation.
@@ -69,6 +81,7 @@ def influence(
     Raises:
         ValueError: the data has no targets, or the damping is not positive; see `GaussNewton` for
             other reasons.
+        RanksError: processes of a group passed different models, losses, options or curvatures.
 
     Examples:
         >>> infl = hcurv.influence(model, loss, (inputs, targets), damping=0.1)
@@ -77,6 +90,9 @@ def influence(
         >>> infl.self_scores().shape
         torch.Size([20])
     """
+    ranks = ranks_of(process_group)
+    model = plain_model(model)
+    ranks.same(damping=damping, tolerance=tolerance, check_damping=check_damping, seed=seed)
     if curvature is not None and not callable(getattr(curvature, "factorize", None)):
         raise TypeError(
             "curvature must be a matrix with a method factorize(damping), such as"
@@ -88,10 +104,11 @@ def influence(
         train_data,
         forward_fn=forward_fn,
         seed=seed,
+        process_group=process_group,
         workspace=workspace,
         progress=progress,
     )
-    gradients = matrix.point_gradients(train_data)
+    gradients = TrainingGradients(matrix, train_data)
     if damping is None:
         damping = choose_damping(matrix)
     factorized: Factorized
@@ -104,6 +121,10 @@ def influence(
                 f" {matrix.shape[0]} trainable parameters"
             )
         factorized = curvature.factorize(damping)
+        if ranks.size > 1:
+            # A matrix that was made of one rank's own points would be another one on each rank.
+            ones = torch.ones(matrix.shape[0], dtype=matrix.dtype, device=matrix.device)
+            ranks.agree(curvature=factorized.solve(ones))
     made_of = Ingredients(digest_of_model(model, loss), train_data, tolerance)
     used = matrix if curvature is None else curvature
     return Influence(matrix, used, factorized, gradients, made_of, check_damping)

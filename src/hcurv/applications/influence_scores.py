@@ -22,11 +22,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hcurv.applications.damping_choice import rank_correlations
-from hcurv.applications.fingerprints import Ingredients
+from hcurv.applications.fingerprints import Ingredients, require_same_data
 from hcurv.applications.influence_measure import Measure, MeasureLoss, with_some_targets
 from hcurv.applications.nearby_systems import solve_at_other_damping, solve_without_points
 from hcurv.applications.point_groups import check_groups, group_sums
-from hcurv.applications.score_file import ScoreFile
+from hcurv.applications.score_file import SharedScoreFile
+from hcurv.applications.training_gradients import TrainingGradients
 from hcurv.arguments import check_number
 from hcurv.factorized import Factorized
 from hcurv.indexing import Index, check_count, check_seed, resolve_indices
@@ -34,6 +35,7 @@ from hcurv.network.batches import Data
 from hcurv.network.gauss_newton import GaussNewton
 from hcurv.network.jacobian_rows import JacobianRows
 from hcurv.precision import FullPrecision
+from hcurv.ranks import OneRank
 from hcurv.user_warnings import warn_user
 
 __all__ = ["Influence", "InfluenceWarning", "InfluentialPoints"]
@@ -94,7 +96,7 @@ class Influence(FullPrecision):
         matrix: GaussNewton,
         curvature: Any,
         factorized: Factorized,
-        gradients: JacobianRows,
+        gradients: TrainingGradients,
         made_of: Ingredients,
         check_damping: bool,
     ) -> None:
@@ -104,8 +106,12 @@ class Influence(FullPrecision):
 
     @property
     def num_points(self) -> int:
-        """The number n of training points."""
+        """The number n of training points, of all ranks if there are several."""
         return self._gradients.num_points
+
+    @property
+    def _ranks(self) -> OneRank:
+        return self.matrix.ranks
 
     @property
     def damping(self) -> float | Tensor:
@@ -144,10 +150,12 @@ class Influence(FullPrecision):
                 point, (b,), and is differentiable with respect to the outputs. None for the loss
                 of the point, which is not divided by anything, whatever its reduction is.
             groups: a number from 0 to g - 1 for each training point. The scores of a group are
-                added up, (m, g): the first-order effect of leaving out all of its points.
+                added up, (m, g): the first-order effect of leaving out all of its points. With a
+                process group, each rank passes those of its own points.
             path: a file to write the scores to, in the format of safetensors (the tensor
                 ``scores``). A run that was interrupted continues where it stopped if it is called
-                again in the same way. The result is then read from the file when it is used.
+                again in the same way. The result is then read from the file when it is used. With a
+                process group, the first rank writes it, to a folder that all of them can read.
             progress: whether to show a progress bar over the queries.
 
         Raises:
@@ -167,9 +175,7 @@ class Influence(FullPrecision):
             torch.Size([5, 3])
         """
         rows = self._query_rows(queries, measure)
-        members = (
-            None if groups is None else check_groups(groups, self.num_points, self.matrix.device)
-        )
+        members = None if groups is None else self._members(groups)
         width = self.num_points if members is None else int(members.max()) + 1
         shape = (rows.num_points, width)
         if path is None:
@@ -178,13 +184,25 @@ class Influence(FullPrecision):
                 result[points] = group_sums(values, members, width)
             return result
         settings = self._made_of.describe(
-            self.factorized.damping, self._curvature, self.matrix.dtype, queries, measure, members
+            self.factorized.damping,
+            self._curvature,
+            self.matrix.dtype,
+            queries,
+            measure,
+            members,
+            self._ranks,
         )
-        file = ScoreFile(path, settings, shape, self.matrix.dtype)
+        file = SharedScoreFile(path, settings, shape, self.matrix.dtype, self._ranks)
         if not file.is_complete:
             for points, values in self._panels(rows, file.known, progress):
                 file.write(points, group_sums(values, members, width))
         return file.finish()
+
+    def _members(self, groups: Tensor | Sequence[int]) -> Tensor:
+        """The groups of all points, of which each rank was given those of its own."""
+        with self._ranks.agreed():
+            own = check_groups(groups, self.matrix.num_own_points, self.matrix.device)
+        return self._gradients.gather(own)
 
     def top(
         self,
@@ -242,18 +260,31 @@ class Influence(FullPrecision):
             True
         """
         if num_samples is None:
-            exact = self.factorized.point_covariances(self._gradients, progress)
-            return self.matrix.loss_scale * exact.reshape(-1)
+            return self.matrix.loss_scale * self._self_products(progress)
         num_samples = check_count(num_samples, "num_samples")
         generator = torch.Generator().manual_seed(check_seed(seed))
         total = torch.zeros(self.num_points, dtype=torch.float64, device=self.matrix.device)
-        with tqdm(total=num_samples, unit="samples", disable=not progress) as bar:
+        hidden = not progress or not self._ranks.first
+        with tqdm(total=num_samples, unit="samples", disable=hidden) as bar:
             for first in range(0, num_samples, self._panel):
                 count = min(self._panel, num_samples - first)
                 weights = self.factorized.sample(count, generator)
                 total += (self._gradients @ weights.T.contiguous()).double().square().sum(1)
                 bar.update(count)
         return (self.matrix.loss_scale / num_samples * total).to(self.matrix.dtype)
+
+    def _self_products(self, progress: bool) -> Tensor:
+        """∇f_iᵀ (H + D)⁻¹ ∇f_i of all training points, (n,)."""
+        own = self._gradients.own
+        if self._ranks.size == 1 and own is not None:
+            return self.factorized.point_covariances(own, progress).reshape(-1)
+        result = torch.empty(self.num_points, dtype=self.matrix.dtype, device=self.matrix.device)
+        hidden = not progress or not self._ranks.first
+        with torch.no_grad(), tqdm(total=self.num_points, unit="points", disable=hidden) as bar:
+            for points, gradients in self._gradients.panels(self._panel):
+                result[points] = self.factorized.quadratic(gradients, diagonal=True)
+                bar.update(len(gradients))
+        return result
 
     def leave_out(self, points: Index, queries: Data, *, measure: Measure | None = None) -> Tensor:
         """Predict what leaving out all of these training points together would change, (m,).
@@ -291,7 +322,7 @@ class Influence(FullPrecision):
         with torch.no_grad():
             if not len(index):
                 return chosen.new_zeros(rows.num_points)
-            column = self._gradients.T @ chosen
+            column = self._gradients.transposed_product(chosen)
             step = solve_without_points(
                 matrix, self.factorized, column, index, self._made_of.tolerance
             )
@@ -341,7 +372,8 @@ class Influence(FullPrecision):
         return found
 
     def _query_rows(self, queries: Data, measure: Measure | None) -> JacobianRows:
-        """The gradients of the measurements at the queries."""
+        """The gradients of the measurements at the queries, which all ranks must have alike."""
+        require_same_data(self._ranks, queries, self.matrix.dtype, "the queries")
         if measure is None:
             return self.matrix.point_gradients(queries)
         if not callable(measure):
@@ -362,9 +394,10 @@ class Influence(FullPrecision):
         self, rows: JacobianRows, known: Tensor | None, progress: bool
     ) -> Iterator[tuple[slice, Tensor]]:
         """Yield the scores (b, n) of some queries at a time; leave out those that are known."""
+        hidden = not progress or not self._ranks.first
         with (
             torch.no_grad(),
-            tqdm(total=rows.num_points, unit="queries", disable=not progress) as bar,
+            tqdm(total=rows.num_points, unit="queries", disable=hidden) as bar,
         ):
             for chunk in rows.chunks(self._panel):
                 if known is None or not bool(known[chunk.points].all()):
@@ -380,7 +413,7 @@ class Influence(FullPrecision):
 
     def _warn_of_damping(self, columns: Tensor, scores: Tensor) -> None:
         found = self._sensitivity(columns.contiguous(), scores, _FACTORS)
-        if min(found.values()) >= _LEAST_CORRELATION:
+        if min(found.values()) >= _LEAST_CORRELATION or not self._ranks.first:
             return
         shown = f"{self.damping:.2g}" if isinstance(self.damping, float) else "given for each row"
         smaller, larger = (f"{found[factor]:.2f}" for factor in _FACTORS)

@@ -45,13 +45,21 @@ def solve_without_points(
 
     With an exact inverse of H + D, all but q eigenvalues for each of these points are one, so that
     few iterations are needed.
+
+    The points that stay are taken in memory. Where they lie on several ranks, those that are left
+    out are taken instead if they are fewer, and subtracted from H.
     """
     stays = torch.ones(matrix.num_points, dtype=torch.bool, device=matrix.device)
     stays[points] = False
     rest = stays.nonzero().squeeze(1)
-    without = matrix.of_points(rest, torch.ones(len(rest), device=matrix.device))
+    without: SymmetricOperator
+    if matrix.ranks.size > 1 and len(points) < len(rest):
+        ones = torch.ones(len(points), device=matrix.device)
+        without = matrix - matrix.of_points(points, ones)
+    else:
+        without = matrix.of_points(rest, torch.ones(len(rest), device=matrix.device))
     found = _solve(without, factorized, columns, 1.0, tolerance)
-    if not found.converged:
+    if not found.converged and matrix.ranks.first:
         warn_of_accuracy(
             f"conjugate gradients without {len(points)} points stopped at a relative residual of"
             f" {float(found.residuals.max()):.1e}, where {tolerance:.1e} was asked for. Use a"

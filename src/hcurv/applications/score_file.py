@@ -23,10 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hcurv.files import check_target, write_atomically
+from hcurv.files import as_path, check_target, write_atomically
 from hcurv.hierarchical import FileFormatError
+from hcurv.ranks import OneRank
 
-__all__ = ["ScoreFile"]
+__all__ = ["ScoreFile", "SharedScoreFile"]
 
 _FORMAT, _VERSION = "hcurv influence scores", "1"
 _TYPES: dict[torch.dtype, tuple[str, np.dtype[Any]]] = {
@@ -171,3 +172,61 @@ class ScoreFile:
             os.replace(self._partial, self._path)
             self.is_complete = True
         return torch.from_numpy(self._map("c"))
+
+
+class SharedScoreFile:
+    """A `ScoreFile` that the first of several ranks writes; an error of it is raised on all.
+
+    Args:
+        path, settings, shape, dtype: as for `ScoreFile`, the same on all ranks.
+        ranks: the processes.
+
+    Attributes:
+        known: which rows are there, a mask (m,).
+        is_complete: whether all of them are.
+    """
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        settings: Mapping[str, str],
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        ranks: OneRank,
+    ) -> None:
+        ranks.same(**settings, shape=shape)
+        self._ranks, self._path = ranks, as_path(path)
+        self._settings, self._shape, self._dtype = settings, shape, dtype
+        self._file: ScoreFile | None = None
+        with ranks.agreed():
+            if ranks.first:
+                self._file = self._open()
+        known = torch.zeros(shape[0], dtype=torch.uint8)
+        if self._file is not None:
+            known = self._file.known.to(torch.uint8)
+        self.known = ranks.broadcast(known).bool()
+        self.is_complete = bool(self.known.all())
+
+    def _open(self) -> ScoreFile:
+        return ScoreFile(self._path, self._settings, self._shape, self._dtype)
+
+    def write(self, rows: slice, values: Tensor) -> None:
+        """See `ScoreFile.write`."""
+        with self._ranks.agreed():
+            if self._file is not None:
+                self._file.write(rows, values)
+
+    def finish(self) -> Tensor:
+        """See `ScoreFile.finish`; all ranks read the scores from the file when they are used."""
+        with self._ranks.agreed():
+            if self._file is not None:
+                found = self._file.finish()
+        with self._ranks.agreed():
+            if self._file is None:
+                if not self._path.exists():
+                    raise FileNotFoundError(
+                        f"the scores are complete in {self._path}, which rank 0 wrote and rank"
+                        f" {self._ranks.rank} does not see: pass a path in a folder of all ranks"
+                    )
+                found = self._open().finish()
+        return found

@@ -175,6 +175,16 @@ class GaussNewton(FactoredMatrix):
         return self._problem.batches.num_passes
 
     @property
+    def num_own_points(self) -> int:
+        """The number of points that this process passed; the others of its group have the rest.
+
+        Examples:
+            >>> H.num_own_points  # there is one process
+            20
+        """
+        return self._shard.num_own
+
+    @property
     def network(self) -> Network | None:
         """The model as a chain of Linear layers, a snapshot; None if it is none."""
         return self._problem.network

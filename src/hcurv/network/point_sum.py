@@ -8,6 +8,7 @@ asks one batch after the other, a `Root` each, and adds up or joins what it hear
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -308,17 +309,20 @@ class PointSum(Root):
             dtype,
         )
 
-    def _everything(self) -> Root:
+    def kernel_parts(self, inverse_damping: Tensor) -> KernelParts:
+        """Those of all points. The diagonal is one pass; entries bring all points into memory."""
+        return _GatheredKernelParts(self, inverse_damping)
+
+    def kernel_diagonal(self, inverse_damping: Tensor) -> Tensor:
+        """The diagonal of S D⁻¹ Sᵀ, (n·q,), without bringing points together."""
+        return self._list(
+            lambda root: root.kernel_parts(inverse_damping).diagonal(), (), self._dtype
+        )
+
+    def everything(self) -> Root:
         """All points, in the memory of every rank."""
         points = torch.arange(self.num_points, device=self.device)
         return self.select(points, torch.ones(len(points), device=self.device).to(self._dtype))
-
-    def kernel_parts(self, inverse_damping: Tensor) -> KernelParts:
-        """Those of all points, which are brought into memory: any two of them may be asked for."""
-        parts = self._everything().kernel_parts(inverse_damping)
-        if self._ranks.size == 1:
-            return parts
-        return _SharedKernelParts(parts, self.num_rows, self._dtype, self._ranks)
 
     def cross(self, other: Root, inverse_damping: Tensor, workspace: int) -> Tensor:
         """S D⁻¹ S'ᵀ with the root S' of other points, (n·q, n'·q')."""
@@ -329,23 +333,27 @@ class PointSum(Root):
 
     def pair_terms(self, order: Tensor | None, workspace: int) -> PairTerms:
         """Those of all points, which are brought into memory: any of them may be drawn."""
-        return self._everything().pair_terms(order, workspace)
+        return self.everything().pair_terms(order, workspace)
 
 
-class _SharedKernelParts:
-    """Entries of a kernel whose factors every rank has; each computes its share of the entries.
+class _GatheredKernelParts:
+    """Entries of a kernel whose points are recomputed or lie on several ranks.
+
+    Any two points may meet in an entry, so that the first request for entries brings all points
+    into the memory of every rank. Each rank then computes its share of the entries.
 
     Args:
-        parts: the entries of all points.
-        num_rows: the number q of rows of each point.
-        dtype: the type of the entries.
-        ranks: the processes.
+        root: the points.
+        inverse_damping: 1/D, (N,).
     """
 
-    def __init__(
-        self, parts: KernelParts, num_rows: int, dtype: torch.dtype, ranks: OneRank
-    ) -> None:
-        self._parts, self._num_rows, self._dtype, self._ranks = parts, num_rows, dtype, ranks
+    def __init__(self, root: PointSum, inverse_damping: Tensor) -> None:
+        self._root, self._inverse_damping = root, inverse_damping
+        self._num_rows, self._dtype, self._ranks = root.num_rows, root.dtype, root.ranks
+
+    @cached_property
+    def _parts(self) -> KernelParts:
+        return self._root.everything().kernel_parts(self._inverse_damping)
 
     @property
     def tile_points(self) -> int:
@@ -354,7 +362,7 @@ class _SharedKernelParts:
 
     def diagonal(self) -> Tensor:
         """The n·q diagonal entries."""
-        return self._parts.diagonal()
+        return self._root.kernel_diagonal(self._inverse_damping)
 
     def batch_floats(self, num_rows: int, num_cols: int) -> int:
         """Those of the parts."""
@@ -367,21 +375,21 @@ class _SharedKernelParts:
 
     def tile(self, first: slice, second: slice, out: Tensor, space: Tensor) -> None:
         """Write K between all rows of some points and all rows of others."""
-        own = self._share(first.stop - first.start)
+        parts, own = self._parts, self._share(first.stop - first.start)
         points = slice(first.start + own.start, first.start + own.stop)
         found = out[own.start * self._num_rows : own.stop * self._num_rows]
         with self._ranks.agreed():
             if points.stop > points.start:
-                self._parts.tile(points, second, found, space)
+                parts.tile(points, second, found, space)
         torch.cat(self._ranks.gather(found.contiguous()), out=out)
 
     def entries(self, rows: Tensor, cols: Tensor) -> Tensor:
         """Blocks between any rows (B, m) and columns (B, k): (B, m, k)."""
-        own = self._share(len(rows))
+        parts, own = self._parts, self._share(len(rows))
         with self._ranks.agreed(rows=rows, columns=cols):
             found = torch.zeros(
                 0, rows.shape[1], cols.shape[1], dtype=self._dtype, device=rows.device
             )
             if own.stop > own.start:
-                found = self._parts.entries(rows[own], cols[own])
+                found = parts.entries(rows[own], cols[own])
         return torch.cat(self._ranks.gather(found))

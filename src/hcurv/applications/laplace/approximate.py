@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -22,9 +23,18 @@ from hcurv.damping import DampingLike
 from hcurv.indexing import check_seed
 from hcurv.losses import Loss
 from hcurv.network.batches import Batches, Data
-from hcurv.network.model.snapshot import ForwardFunction, ModelSnapshot, check_parameters
+from hcurv.network.model.snapshot import (
+    ForwardFunction,
+    ModelSnapshot,
+    check_parameters,
+    plain_model,
+)
 from hcurv.network.model_inputs import map_inputs
 from hcurv.precision import full_precision
+from hcurv.ranks import OneRank, ranks_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["laplace"]
 
@@ -41,6 +51,7 @@ def laplace(
     structure: Structure = "exact",
     tolerance: float = 1e-2,
     forward_fn: ForwardFunction | None = None,
+    process_group: ProcessGroup | None = None,
     workspace: int = 2**28,
     seed: int = 0,
     progress: bool = False,
@@ -67,6 +78,10 @@ def laplace(
         structure: "exact", or an approximation of H to compare with: "kfac", "ekfac", "diagonal".
         tolerance: relative error of solves where no exact factorization is affordable.
         forward_fn: as for `GaussNewton`.
+        process_group: a group of `torch.distributed`, if several processes work together. Each of
+            them passes its own training points, of any number, and everything else alike. All of
+            them make the same calls of the posterior, with the same inputs to predict at, and all
+            receive the same results. Not with "kfac" and "ekfac".
         workspace: bytes of temporary memory, as for `GaussNewton`.
         seed: the seed of sketches and draws of `GaussNewton.factorize`.
         progress: whether to show progress bars.
@@ -75,6 +90,7 @@ def laplace(
         TypeError: the loss has no likelihood that is known here.
         ValueError: the data has no targets, outputs have more than two axes, or an option does not
             fit.
+        RanksError: processes of a group passed different models, losses or options.
 
     Examples:
         >>> post = hcurv.laplace(model, loss, (inputs, targets)).tune()
@@ -82,13 +98,31 @@ def laplace(
         >>> prediction.probabilities.shape, prediction.variances.shape
         (torch.Size([5, 3]), torch.Size([5, 3]))
     """
-    check_structure(structure)
-    likelihood = likelihood_of(loss)
-    check_noise(noise, likelihood)
-    module = select_parameters(model, parameters, data, forward_fn)
+    ranks = ranks_of(process_group)
+    model = plain_model(model)
+    with ranks.agreed():
+        check_structure(structure)
+        likelihood = likelihood_of(loss)
+        check_noise(noise, likelihood)
+        tolerance = check_number(tolerance, "tolerance", above=0, below=1)
+        seed = check_seed(seed)
+        if ranks.size > 1 and structure in ("kfac", "ekfac"):
+            raise ValueError(
+                f'structure="{structure}" is made in one process: with a process_group, take'
+                ' structure="exact" or "diagonal"'
+            )
+    ranks.same(
+        prior_precision=prior_precision,
+        noise=noise,
+        parameters=parameters,
+        structure=structure,
+        tolerance=tolerance,
+        seed=seed,
+    )
+    module = select_parameters(model, parameters, data, forward_fn, ranks)
     snapshot = ModelSnapshot(module, forward_fn)
-    _check_outputs(snapshot, data)
-    tolerance = check_number(tolerance, "tolerance", above=0, below=1)
+    with ranks.agreed():
+        _check_outputs(snapshot, data, ranks)
     curvature = Curvature(
         module,
         likelihood.loss,
@@ -97,20 +131,23 @@ def laplace(
         tolerance=tolerance,
         forward_fn=forward_fn,
         workspace=workspace,
-        seed=check_seed(seed),
+        seed=seed,
         progress=progress,
+        process_group=process_group,
     )
-    fit = _measure_fit(snapshot, likelihood, data)
+    fit = _measure_fit(snapshot, likelihood, data, ranks)
     if noise is None:
         noise = _default_noise(likelihood, fit)
     return LaplacePosterior(snapshot, likelihood, curvature, fit, prior_precision, float(noise))
 
 
-def _check_outputs(snapshot: ModelSnapshot, data: Data) -> None:
+def _check_outputs(snapshot: ModelSnapshot, data: Data, ranks: OneRank) -> None:
     """Refuse data without targets, and outputs that are not one vector for each point."""
     dtype, device = check_parameters(snapshot.module)
     inputs, targets = next(iter(Batches(data, dtype, device)), (None, None))
     if inputs is None:
+        if ranks.size > 1:
+            return  # Other ranks have points, or `GaussNewton` refuses that none has any.
         raise ValueError("data is empty: at least one point is needed")
     if targets is None:
         raise ValueError(
@@ -129,15 +166,19 @@ def _check_outputs(snapshot: ModelSnapshot, data: Data) -> None:
         )
 
 
-def _measure_fit(snapshot: ModelSnapshot, likelihood: Likelihood, data: Data) -> DataFit:
-    """The log-likelihood of the data at the weights."""
+def _measure_fit(
+    snapshot: ModelSnapshot, likelihood: Likelihood, data: Data, ranks: OneRank
+) -> DataFit:
+    """The log-likelihood of the data of all ranks at the weights."""
     parameter = next(iter(snapshot.trainable.values()))
     total = DataFit(0.0)
-    with torch.no_grad():
+    with ranks.agreed(), torch.no_grad():
         for inputs, targets in Batches(data, parameter.dtype, parameter.device):
             assert targets is not None
             total = total + likelihood.fit(snapshot.outputs(inputs), targets)
-    return total
+    parts = [total.constant, total.errors, total.num_values]
+    constant, errors, num_values = ranks.sum(torch.tensor(parts, dtype=torch.float64)).tolist()
+    return DataFit(constant, errors, int(num_values))
 
 
 def _default_noise(likelihood: Likelihood, fit: DataFit) -> float:

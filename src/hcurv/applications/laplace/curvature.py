@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,10 @@ from hcurv.network.batches import Batches, Data
 from hcurv.network.gauss_newton import GaussNewton
 from hcurv.network.model.snapshot import ForwardFunction, check_parameters
 from hcurv.network.model_inputs import map_inputs
+from hcurv.ranks import OneRank
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["Curvature", "Structure", "check_structure", "checked_prior"]
 
@@ -77,7 +81,7 @@ class Curvature:
         data: the data.
         structure: "exact", "kfac", "ekfac" or "diagonal".
         tolerance: of `GaussNewton.factorize`.
-        forward_fn, workspace, seed, progress: as for `GaussNewton`.
+        forward_fn, workspace, seed, progress, process_group: as for `GaussNewton`.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class Curvature:
         workspace: int,
         seed: int,
         progress: bool,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         check_structure(structure)
         self.structure, self._tolerance, self._seed = structure, tolerance, seed
@@ -101,9 +106,16 @@ class Curvature:
             ekfac = structure == "ekfac"
             self._approximation = KFAC(module, loss, data, num_samples=None, ekfac=ekfac, **options)
             data = _few_points(module, data)
-        self.matrix = GaussNewton(module, loss, data, workspace=workspace, **options)
+        self.matrix = GaussNewton(
+            module, loss, data, workspace=workspace, process_group=process_group, **options
+        )
         if structure == "diagonal":
             self._approximation = Diagonal(self.matrix)
+
+    @property
+    def ranks(self) -> OneRank:
+        """The processes that have the data."""
+        return self.matrix.ranks
 
     @property
     def layout(self) -> ParameterLayout:

@@ -18,9 +18,12 @@ from hcurv.hierarchical.matrix.file_checks import check_number, check_types, req
 from hcurv.hierarchical.matrix.file_format import read_tensors, write_tensors
 from hcurv.losses import Loss
 from hcurv.network.batches import Data
-from hcurv.network.model.snapshot import ForwardFunction
+from hcurv.network.model.snapshot import ForwardFunction, plain_model
+from hcurv.ranks import ranks_of
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from hcurv.applications.laplace.posterior import LaplacePosterior
 
 __all__ = ["read_posterior", "write_posterior"]
@@ -72,17 +75,21 @@ def read_posterior(
     loss: nn.Module | Loss,
     data: Data,
     forward_fn: ForwardFunction | None,
+    process_group: ProcessGroup | None,
     progress: bool,
 ) -> LaplacePosterior:
     """See `LaplacePosterior.load`."""
     from hcurv.applications.laplace.approximate import laplace
 
-    path = as_path(path)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
-    _, description, tensors = read_tensors(path, (_FORMAT,))
-    _check_description(path, description, tensors)
-    _check_weights(path, model, description["parameters"], tensors["weights"])
+    ranks = ranks_of(process_group)
+    model = plain_model(model)
+    with ranks.agreed():
+        path = as_path(path)
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+        _, description, tensors = read_tensors(path, (_FORMAT,))
+        _check_description(path, description, tensors)
+        _check_weights(path, model, description["parameters"], tensors["weights"])
     prior: DampingLike = description["prior"] if "prior" not in tensors else tensors["prior"]
     noisy = description["likelihood"] == "gaussian"
     posterior = laplace(
@@ -96,6 +103,7 @@ def read_posterior(
         tolerance=description["tolerance"],
         forward_fn=forward_fn,
         seed=description["seed"],
+        process_group=process_group,
         progress=progress,
     )
     if posterior._likelihood.name != description["likelihood"]:

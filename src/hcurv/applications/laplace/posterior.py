@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from os import PathLike
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from hcurv.applications.fingerprints import require_same_data
 from hcurv.applications.laplace.curvature import Curvature, checked_prior
 from hcurv.applications.laplace.likelihood import DataFit, Likelihood, check_noise
 from hcurv.applications.laplace.predictive import (
@@ -31,6 +33,10 @@ from hcurv.network.batches import Batches, Data
 from hcurv.network.model.snapshot import ForwardFunction, ModelSnapshot
 from hcurv.network.model_inputs import Inputs, num_points, split_inputs
 from hcurv.precision import FullPrecision
+from hcurv.ranks import OneRank
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["LaplacePosterior"]
 
@@ -85,6 +91,10 @@ class LaplacePosterior(FullPrecision):
             f"LaplacePosterior(N={self.layout.size}, structure={self.structure!r},"
             f" prior_precision={prior}{noise}, likelihood={self._likelihood.name!r})"
         )
+
+    @property
+    def _ranks(self) -> OneRank:
+        return self._curvature.ranks
 
     @property
     def prior_precision(self) -> DampingLike:
@@ -152,8 +162,10 @@ class LaplacePosterior(FullPrecision):
         self._check_method(method)
         num_samples = check_count(num_samples, "num_samples")
         generator = torch.Generator().manual_seed(check_seed(seed))
+        require_same_data(self._ranks, inputs, self.weights.dtype, "the inputs to predict at")
         parts = []
-        with torch.no_grad(), tqdm(unit="points", disable=not progress) as bar:
+        hidden = not progress or not self._ranks.first
+        with torch.no_grad(), tqdm(unit="points", disable=hidden) as bar:
             for some in self._chunks(inputs):
                 parts.append(self._predict_some(some, method, covariances, num_samples, generator))
                 bar.update(num_points(some))
@@ -241,6 +253,7 @@ class LaplacePosterior(FullPrecision):
             >>> post.predictive_samples(inputs, 10).shape
             torch.Size([10, 20, 3])
         """
+        require_same_data(self._ranks, inputs, self.weights.dtype, "the inputs to predict at")
         changes = self._changes(num, seed)
         with torch.no_grad():
             if linearised:
@@ -339,7 +352,7 @@ class LaplacePosterior(FullPrecision):
             tunes_noise=noise,
             max_steps=check_count(max_steps, "max_steps"),
             tolerance=tolerance,
-            progress=progress,
+            progress=progress and self._ranks.first,
         )
         self._set(chosen, sigma)
         self.tuning = record
@@ -367,7 +380,7 @@ class LaplacePosterior(FullPrecision):
         """Write the prior, the noise, the weights and what identifies the data to a file.
 
         H is not stored: `load` computes it again from the data, which takes less time than reading
-        it would where it is large.
+        it would where it is large. Of the processes of a group, the first writes the file.
 
         Examples:
             >>> post = hcurv.laplace(model, loss, (inputs, targets)).tune()
@@ -380,7 +393,9 @@ class LaplacePosterior(FullPrecision):
         """
         from hcurv.applications.laplace.file_format import write_posterior
 
-        write_posterior(self, path)
+        with self._ranks.agreed():
+            if self._ranks.first:
+                write_posterior(self, path)
 
     @classmethod
     def load(
@@ -391,6 +406,7 @@ class LaplacePosterior(FullPrecision):
         data: Data,
         *,
         forward_fn: ForwardFunction | None = None,
+        process_group: ProcessGroup | None = None,
         progress: bool = False,
     ) -> LaplacePosterior:
         """Read a posterior that `save` wrote, with the model, loss and data that it belongs to.
@@ -401,6 +417,8 @@ class LaplacePosterior(FullPrecision):
             loss: the loss.
             data: the training data; its likelihood must be that of the file.
             forward_fn: as for `laplace`.
+            process_group: as for `laplace`. Any number of processes can read the file, whichever
+                number wrote it.
             progress: whether to show progress bars.
 
         Raises:
@@ -415,4 +433,4 @@ class LaplacePosterior(FullPrecision):
         """
         from hcurv.applications.laplace.file_format import read_posterior
 
-        return read_posterior(path, model, loss, data, forward_fn, progress)
+        return read_posterior(path, model, loss, data, forward_fn, process_group, progress)

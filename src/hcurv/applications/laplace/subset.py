@@ -10,7 +10,8 @@ from torch import nn
 from hcurv.layout import ParameterLayout, layer_of
 from hcurv.network.batches import Batches, Data
 from hcurv.network.model.snapshot import ForwardFunction, ModelSnapshot, check_parameters
-from hcurv.network.model_inputs import map_inputs
+from hcurv.network.model_inputs import Inputs, map_inputs
+from hcurv.ranks import OneRank
 
 __all__ = ["select_parameters"]
 
@@ -20,6 +21,7 @@ def select_parameters(
     parameters: str | Sequence[str],
     data: Data,
     forward_fn: ForwardFunction | None,
+    ranks: OneRank,
 ) -> nn.Module:
     """Copy a network, and freeze all parameters of the copy that were not asked for.
 
@@ -29,6 +31,7 @@ def select_parameters(
             layers, or patterns of them.
         data: to find out which layer is the last one.
         forward_fn: as for `GaussNewton`.
+        ranks: the processes, each of which has some of the data.
 
     Raises:
         KeyError: a name is that of no trainable parameter.
@@ -41,7 +44,7 @@ def select_parameters(
     layout = snapshot.layout
     wanted: set[str] = set()
     if parameters == "last":
-        wanted.update(layout.layers[_last_layer(snapshot, data)])
+        wanted.update(layout.layers[_last_layer(snapshot, data, ranks)])
     elif not isinstance(parameters, Sequence) or not parameters:
         raise TypeError(
             'parameters must be "all", "last", or names of parameters or layers (or patterns of'
@@ -58,8 +61,25 @@ def select_parameters(
     return snapshot.module
 
 
-def _last_layer(snapshot: ModelSnapshot, data: Data) -> str:
-    """The name of the layer with trainable parameters that a forward pass calls last."""
+def _last_layer(snapshot: ModelSnapshot, data: Data, ranks: OneRank) -> str:
+    """The name of the layer with trainable parameters that a forward pass calls last.
+
+    Ranks without points learn it from the first one that has some.
+    """
+    found = ""
+    with ranks.agreed():
+        dtype, device = check_parameters(snapshot.module)
+        first = next(iter(Batches(data, dtype, device)), None)
+        if first is not None:
+            found = _last_called(snapshot, map_inputs(lambda tensor: tensor[:2], first[0]))
+    known = [name for name in ranks.gather_texts(found) if name]
+    if not known:
+        raise ValueError("data is empty: at least one point is needed")
+    return known[0]
+
+
+def _last_called(snapshot: ModelSnapshot, few: Inputs) -> str:
+    """The name of the layer with trainable parameters that is called last for some inputs."""
     layout: ParameterLayout = snapshot.layout
     called: list[str] = []
     handles = [
@@ -67,11 +87,9 @@ def _last_layer(snapshot: ModelSnapshot, data: Data) -> str:
         for name, module in snapshot.module.named_modules()
         if name in layout.layers
     ]
-    dtype, device = check_parameters(snapshot.module)
-    inputs, _ = next(iter(Batches(data, dtype, device)))
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            snapshot.outputs(map_inputs(lambda tensor: tensor[:2], inputs))
+            snapshot.outputs(few)
     finally:
         for handle in handles:
             handle.remove()
