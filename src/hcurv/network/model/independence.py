@@ -90,15 +90,21 @@ def require_own_derivatives(run: Callable[[Inputs], Tensor], inputs: Inputs, poi
         leaves.append(tensor.detach().clone().requires_grad_())
         return leaves[-1].clone()  # The model may change its inputs in place, but not a leaf.
 
-    with torch.enable_grad():
-        outputs = run(map_inputs(follow, inputs))
-    if len(outputs) < 2 or not leaves:
+    try:
+        with torch.enable_grad():
+            outputs = run(map_inputs(follow, inputs))
+        if len(outputs) < 2 or not leaves:
+            return
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(outputs.shape, generator=generator, dtype=torch.float64)
+        weights = noise.to(outputs)
+        weights[1::2] = 0.0
+        derivatives = differentiate(outputs, leaves, weights)
+    except Exception:
+        # Some models do not run, or have no derivatives, where their inputs need gradients. They
+        # are judged by their outputs alone.
         return
-    weights = torch.zeros_like(outputs)
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(outputs.shape, generator=generator, dtype=torch.float64)
-    weights[::2] = noise.to(outputs)[::2]
-    for found in differentiate(outputs, leaves, weights):
+    for found in derivatives:
         if found is None or not bool(torch.isfinite(found).all()):
             continue
         largest = float(found.abs().max()) if found.numel() else 0.0

@@ -106,12 +106,11 @@ class ModelReader:
     def _record_points(self, inputs: Inputs, points: slice) -> GraphBatch:
         """Run the model on points of the data, and make sure that it treats them independently."""
 
-        if not self._derivatives_are_own:
-            few = map_inputs(lambda tensor: tensor[:_NUM_TRIED], inputs)
-            require_own_derivatives(self.forward, few, points)
-            self._derivatives_are_own = num_points(few) > 1
-
         def make_rows(outputs: Tensor) -> LossRows:
+            if not self._derivatives_are_own:
+                few = map_inputs(lambda tensor: tensor[:_NUM_TRIED], inputs)
+                require_own_derivatives(self.forward, few, points)
+                self._derivatives_are_own = num_points(few) > 1
             require_independent(self.forward, inputs, outputs, points)
             return self._make_rows(outputs, points)
 
