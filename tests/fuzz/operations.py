@@ -130,8 +130,9 @@ def gradient(made: Made, rng: random.Random) -> None:
             found = made.H.gradient(
                 targets.to(problem.dtype) if targets.is_floating_point() else targets
             )
-    # Rounding is relative to the size of what is summed.
-    scale = float(size_of(truth.point_gradients)) * len(truth.outputs) ** 0.5
+    # Rounding is relative to the size of what is summed, over points and outputs.
+    weights = truth.output_gradient.reshape(-1).abs()
+    scale = float(size_of(weights @ truth.jacobian.abs()))
     check_close(found, truth.gradient, 10 * made.tolerance, "gradient", scale)
 
 
