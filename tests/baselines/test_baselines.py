@@ -217,3 +217,11 @@ def test_errors_are_measured_with_vectors_of_their_own(build: str) -> None:
         approximation = hcurv.compress(dense, max_rank=16, leaf_size=32, global_rank=0)
     true = float(torch.linalg.norm(approximation.to_dense() - dense) / torch.linalg.norm(dense))
     assert approximation.relative_error(dense) == pytest.approx(true, rel=0.1)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_low_rank_of_extreme_entries_is_that_of_usual_ones(scale: float) -> None:
+    factor = torch.randn(20, 5, generator=torch.Generator().manual_seed(0))
+    matrix = factor @ factor.T
+    found = hcurv.baselines.LowRank(matrix * scale, 5).to_dense() / scale
+    assert (found - matrix).norm() <= 1e-5 * matrix.norm()

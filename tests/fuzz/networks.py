@@ -338,7 +338,12 @@ def _image_steps(channels: int, out: int) -> dict[str, Callable[[], nn.Module]]:
 def _image_norms(channels: int) -> dict[str, Callable[[], nn.Module]]:
     return {
         "batch norm": lambda: _batch_norm(channels, nn.BatchNorm2d),
-        "group norm": lambda: _scrambled(nn.GroupNorm(1, channels)),
+        # The backward pass of torch's GroupNorm ends the process (it writes to address 0) if its
+        # inputs are "channels last" and need no gradient. That is so for loss.backward() as well.
+        "group norm": lambda: Part(
+            lambda self, x: self.f(x.clone(memory_format=torch.contiguous_format)),
+            f=_scrambled(nn.GroupNorm(1, channels)),
+        ),
         "instance norm": lambda: _scrambled(nn.InstanceNorm2d(channels, affine=True)),
         "image scale": lambda: Part(lambda self, x: x * self.a, a=_parameter(channels, 1, 1)),
         "pooling": lambda: nn.AvgPool2d(2, 1),

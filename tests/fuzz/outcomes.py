@@ -72,6 +72,14 @@ def told() -> Iterator[list[str]]:
             names.append(warning.category.__name__)
 
 
+def size_of(tensor: Tensor) -> Tensor:
+    """The norm of a tensor; squares of entries of 1e-200 would be zero, so they are scaled."""
+    largest = tensor.abs().max() if tensor.numel() else torch.zeros((), dtype=tensor.dtype)
+    if not 0 < float(largest) < float("inf"):
+        return largest
+    return (tensor / largest).norm() * largest
+
+
 def check_close(
     found: Tensor, expected: Tensor, tolerance: float, what: str, scale: float | None = None
 ) -> None:
@@ -81,8 +89,8 @@ def check_close(
     found, expected = found.detach().double(), expected.detach().double()
     if not bool(torch.isfinite(found).all()):
         raise WrongError(f"{what}: not finite")
-    norm = float(expected.norm()) if scale is None else scale
-    error = float((found - expected).norm())
+    norm = float(size_of(expected)) if scale is None else scale
+    error = float(size_of(found - expected))
     if not error <= tolerance * norm:
         share = error / norm if norm else float("inf")
         raise WrongError(f"{what}: relative error {share:.3g}, allowed {tolerance:.3g}")

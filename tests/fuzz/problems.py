@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hcurv
 from fuzz.criteria import DrawnLoss, draw_loss, with_end
 from fuzz.networks import DrawnNetwork, Inputs, draw_network
-from fuzz.outcomes import WrongError, check_close
+from fuzz.outcomes import WrongError, check_close, size_of
 from fuzz.randomness import often
 from fuzz.truth import Truth, plain_state
 
@@ -340,7 +340,7 @@ def make(problem: Problem) -> Made:
     expected = rough = truth.matrix
     if problem.dtype == torch.float32:
         rough = problem.truth(torch.float32).matrix
-        share = float((rough - expected).norm() / expected.norm()) if expected.norm() else 0.0
+        share = float(size_of(rough - expected) / size_of(expected)) if size_of(expected) else 0.0
         tolerance = min(0.1, 3e-5 + 30 * share) if share == share else 0.1
         if "probabilities" in problem.tags and share > 0.1:
             expected = rough  # probabilities that single precision rounds to 0 or 1
@@ -354,14 +354,14 @@ def make(problem: Problem) -> Made:
     if not bool(torch.isfinite(expected).all()):
         raise WrongError("the true matrix is not finite, but this was not refused")
     rounding = (rough - truth.matrix).abs()
-    scale = float(expected.norm())
+    scale = float(size_of(expected))
     if "extreme scale" in problem.tags and "ce" in problem.tags:
         # Where a probability rounds to 1, so does 1 − p to 0, in the truth as well.
-        most = float(truth.jacobian.norm()) ** 2 * abs(H.loss_scale)
+        most = float(size_of(truth.jacobian)) ** 2 * abs(H.loss_scale)
         scale, rounding = max(scale, 1e-4 * most), rounding + 1e-13 * most
     check_close(dense, expected, tolerance, "dense matrix", scale)
     _check_parts(truth, dense.double(), expected, tolerance, rounding)
-    if scale > float(expected.norm()):
+    if scale > float(size_of(expected)):
         expected = dense.double()  # more digits than the truth has; the rest must agree with it
     return Made(problem, H, truth, expected, tolerance)
 
@@ -372,11 +372,11 @@ def _check_parts(
     """Compare the block of every two parameters, scaled by its own diagonal blocks."""
     ends = torch.tensor([0] + [p.numel() for p in truth.parameters]).cumsum(0).tolist()
     parts = [slice(*pair) for pair in pairwise(ends)]
-    sizes = [float(expected[s, s].norm()) ** 0.5 for s in parts]
-    floor = 1e-3 * float(expected.norm()) ** 0.5
+    sizes = [float(size_of(expected[s, s])) ** 0.5 for s in parts]
+    floor = 1e-3 * float(size_of(expected)) ** 0.5
     for first, own in zip(parts, sizes, strict=True):
         for second, other in zip(parts, sizes, strict=True):
             scale = max(own, floor) * max(other, floor)
-            scale += 3 / tolerance * float(rounding[first, second].norm())
+            scale += 3 / tolerance * float(size_of(rounding[first, second]))
             what = f"block of {own:.1g} x {other:.1g}"
             check_close(found[first, second], expected[first, second], 10 * tolerance, what, scale)

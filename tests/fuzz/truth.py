@@ -17,14 +17,21 @@ from torch import Tensor, nn
 
 @contextmanager
 def plain_state() -> Iterator[None]:
-    """The usual state of torch, whatever state the package is tried in."""
-    before = torch.get_default_dtype()
+    """The usual state of torch, whatever state the package is tried in.
+
+    The fused LSTM of mkldnn cannot be differentiated if its result is changed in place later, so
+    the composite one is used, which computes the same and can.
+    """
+    before, backend = torch.get_default_dtype(), torch.backends.mkldnn
+    fused = backend.enabled
     torch.set_default_dtype(torch.float32)
+    backend.enabled = False  # type: ignore[assignment]
     try:
         with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.enable_grad():
             yield
     finally:
         torch.set_default_dtype(before)
+        backend.enabled = fused
 
 
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -269,3 +269,14 @@ def test_a_file_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(hcurv.load(path).to_dense(), matrix.to_dense())
     assert not other.exists()
     assert hcurv.load(path).dtype == torch.float32
+
+
+def test_couplings_that_are_wider_than_all_nodes_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tree"
+    _tree().save(path)
+    metadata, description, tensors = _contents(path)
+    name = next(key for key in tensors if "couplings" in key and tensors[key].ndim == 3)
+    tensors[name] = nn.functional.pad(tensors[name], (0, 1))
+    _write(path, metadata, description, {key: _Packed(t) for key, t in tensors.items()})
+    with pytest.raises(ValueError, match="larger than all nodes"):
+        hcurv.load(path)

@@ -467,8 +467,9 @@ def test_hooks_see_points_of_the_data_alone(layered: bool) -> None:
     for seen in calls:
         assert type(seen) is Tensor
         assert {tuple(point.tolist()) for point in seen} <= known
-    # The first points are tried five times, and each point of a chain is run once.
-    assert len(calls) <= (12 if layered else 6)
+    # The first points are tried five times, and each point of a chain is run once. A model that is
+    # no chain is run once more on four points, for derivatives by its inputs.
+    assert len(calls) <= (13 if layered else 6)
 
 
 def test_benign_hooks_keep_the_fast_form() -> None:
@@ -517,3 +518,59 @@ def test_losses_that_were_changed_are_refused() -> None:
             hcurv.GaussNewton(prepared(mlp), loss, (INPUTS, LABELS))
     with pytest.raises(ValueError, match=r"label_smoothing must lie in \[0, 1\]; got 2"):
         hcurv.GaussNewton(prepared(mlp), nn.CrossEntropyLoss(label_smoothing=2), INPUTS)
+
+
+def _rolled(self: Any, x: Tensor) -> Tensor:
+    return self.b(self.a(x).tanh().roll(1, 0))
+
+
+@pytest.mark.parametrize("num_points", [2, 7])
+def test_points_that_influence_each_other_are_refused_at_tiny_inputs(num_points: int) -> None:
+    # The outputs are the same at all points, up to rounding; derivatives by weights are not.
+    model = seeded(lambda: Forward(_rolled)).double()
+    inputs = 1e-20 * INPUTS[:num_points]
+    with pytest.raises(ValueError, match="influence each other"):
+        hcurv.GaussNewton(model, LOSS, (inputs, LABELS[:num_points]))
+
+
+def test_models_that_refuse_inputs_with_gradients_are_read() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            raise RuntimeError("no gradients of inputs")
+        return self.b(self.a(x).tanh().flip(1).sort(1).values)
+
+    model = seeded(lambda: Forward(forward)).double()
+    H = hcurv.GaussNewton(model, LOSS, (INPUTS, LABELS))
+    assert_is(H.to_dense(), expected_of(model, INPUTS, LABELS)[0])
+
+
+def test_squares_of_inputs_that_overflow_are_refused() -> None:
+    # Entries are finite, because derivatives are small or zero; the squares of inputs are not.
+    model = seeded(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Sigmoid()))
+    inputs = torch.full((2, 3), 2e19)
+    with pytest.raises(ValueError, match=r"overflow in torch\.float32"):
+        hcurv.GaussNewton(model, nn.BCELoss(), (inputs, torch.ones(2, 3)))
+
+
+def test_a_trace_that_overflows_is_refused_although_no_entry_does() -> None:
+    model = seeded(lambda: nn.Linear(30, 1))
+    inputs = torch.full((2, 30), 1e19)
+    with pytest.raises(ValueError, match=r"overflow in torch\.float32"):
+        hcurv.GaussNewton(model, nn.MSELoss(), (inputs, torch.ones(2, 1)))
+
+
+def test_products_that_overflow_are_refused() -> None:
+    model = seeded(lambda: nn.Linear(3, 2))
+    inputs = torch.full((4, 3), 1e15)
+    H = hcurv.GaussNewton(model, nn.MSELoss(), (inputs, torch.ones(4, 2)))
+    large = torch.full((8,), 1e10)
+    J = H.jacobian(inputs)
+    for multiply in (
+        lambda: H @ large,
+        lambda: H.root_transposed(1e10 * H.root_product(large)),
+        lambda: J.T @ (J @ large),
+    ):
+        with pytest.raises(ValueError, match="the product overflows"):
+            multiply()
+    # What is not finite before the product is the user's own.
+    assert not bool(torch.isfinite(H @ torch.full((8,), torch.nan)).any())

@@ -181,8 +181,15 @@ def nystrom(
 
 def nystrom_of_sketch(start: Tensor, sketch: Tensor) -> tuple[Tensor, Tensor]:
     """Return the same from Ω, whose singular values are about 1, and Y = HΩ."""
+    limits, norm = torch.finfo(sketch.dtype), float(torch.linalg.vector_norm(sketch))
+    if not limits.tiny**0.5 / limits.eps < norm < limits.max**0.5:
+        # Squares of the entries overflow or underflow, so the sketch is scaled.
+        scale = float(sketch.abs().max()) if sketch.numel() else 0.0
+        if scale not in (0.0, 1.0) and math.isfinite(scale):
+            values, vectors = nystrom_of_sketch(start, sketch / scale)
+            return values * scale, vectors
     # A small shift makes the core positive definite in floating point; it is taken off again.
-    shift = torch.finfo(sketch.dtype).eps * float(torch.linalg.vector_norm(sketch))
+    shift = limits.eps * norm
     sketch = torch.add(sketch, start, alpha=shift)
     # The core needs no more digits than the sketch has; its Gram matrix, a square, does.
     values, mixing = torch.linalg.eigh((start.T @ sketch).double())

@@ -12,6 +12,7 @@ from hcurv.indexing import Index, Indices, resolve_blocks, resolve_indices, reso
 from hcurv.layout import ParameterLayout
 from hcurv.memory import require_bytes
 from hcurv.network.kernel import TangentKernel
+from hcurv.network.representable import require_finite
 from hcurv.network.root import Root
 from hcurv.operators import EntryOperator
 from hcurv.ranks import OneRank
@@ -121,7 +122,7 @@ class FactoredMatrix(EntryOperator):
         return FactoredMatrix(chosen, self._workspace)
 
     def _matmat(self, rhs: Tensor) -> Tensor:
-        return self._root.product(rhs, self._workspace)
+        return require_finite(self._root.product(rhs, self._workspace), rhs)
 
     @takes_arrays
     def root_product(self, rhs: Tensor) -> Tensor:
@@ -143,7 +144,7 @@ class FactoredMatrix(EntryOperator):
         self._check_vectors(rhs)
         with torch.no_grad():
             columns = rhs.detach() if rhs.ndim == 2 else rhs.detach()[:, None]
-            result = self._root.apply(columns, self._workspace)
+            result = require_finite(self._root.apply(columns, self._workspace), columns)
         return result if rhs.ndim == 2 else result.squeeze(1)
 
     @takes_arrays
@@ -172,6 +173,7 @@ class FactoredMatrix(EntryOperator):
         with torch.no_grad():
             columns = values.detach() if values.ndim == 2 else values.detach()[:, None]
             result = self._root.apply_transposed(columns, self._workspace)
+            require_finite(result, columns)
         return result if values.ndim == 2 else result.squeeze(1)
 
     def root_columns(self, index: Indices) -> Tensor:

@@ -24,6 +24,7 @@ from hcurv.network.batches import Batches, Data
 from hcurv.network.loss_rows import RowChoice
 from hcurv.network.model_inputs import map_inputs, num_points, split_inputs
 from hcurv.network.problem import NUM_TRIED, Problem, check_targets
+from hcurv.network.representable import require_finite
 from hcurv.network.root import Root
 from hcurv.network.root_of_problem import compute_root
 from hcurv.precision import FullPrecision
@@ -193,7 +194,7 @@ class JacobianRows(FullPrecision):
         """Multiply by vectors (N,) or (N, k): derivatives along directions, (n·q,) or (n·q, k)."""
         columns = self._columns(rhs, self.shape[1])
         parts = [chunk.root.apply(columns, self._workspace) for chunk in self.chunks()]
-        return torch.cat(parts).view(self.shape[0], *rhs.shape[1:])
+        return require_finite(torch.cat(parts), columns).view(self.shape[0], *rhs.shape[1:])
 
     @takes_arrays
     def _transposed_product(self, values: Tensor) -> Tensor:
@@ -202,7 +203,7 @@ class JacobianRows(FullPrecision):
         for chunk in self.chunks():
             rows = slice(chunk.points.start * self._num_rows, chunk.points.stop * self._num_rows)
             result += chunk.root.apply_transposed(columns[rows], self._workspace)
-        return result.view(self.shape[1], *values.shape[1:])
+        return require_finite(result, columns).view(self.shape[1], *values.shape[1:])
 
     def _columns(self, values: Tensor, size: int) -> Tensor:
         """Vectors as a matrix; refuse those that do not fit."""

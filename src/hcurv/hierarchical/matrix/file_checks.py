@@ -264,6 +264,8 @@ def check_couplings(
         wide = (int(counts[nodes].max()) if nodes.numel() else 0 for nodes in (first, second))
         fits = all(width <= have for width, have in zip(wide, values.shape[1:], strict=True))
         require(fits and pairs.shape[0] == values.shape[0], "a coupling is too small")
+        most = int(counts.max()) if counts.numel() else 0
+        require(max(values.shape[1:]) <= most, "a coupling is larger than all nodes")
     if couplings:
         every = torch.cat([coupling.pairs for coupling in couplings])
         ordered = bool((every[:, 0] < every[:, 1]).all())

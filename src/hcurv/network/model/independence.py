@@ -7,10 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hcurv.network.model.differentiate import differentiate
 from hcurv.network.model_inputs import Inputs, map_inputs
 from hcurv.network.tracing import UnsupportedModelError
 
-__all__ = ["PARITIES", "agree", "require_independent"]
+__all__ = ["PARITIES", "agree", "require_independent", "require_own_derivatives"]
 
 # Points are run apart in two groups, in which no point keeps its neighbours.
 PARITIES = (slice(0, None, 2), slice(1, None, 2))
@@ -65,6 +66,51 @@ def require_independent(
     steady = bool(agree(again, outputs).all())
     if not steady or different > _MOST_ROUNDED * len(outputs):
         raise _refusal(points, influence=steady)
+
+
+def require_own_derivatives(run: Callable[[Inputs], Tensor], inputs: Inputs, points: slice) -> None:
+    """Refuse a model whose outputs at even points have derivatives by the inputs of odd points.
+
+    Outputs themselves do not show it where the inputs are so small that the outputs differ by
+    rounding alone, although the derivatives by the weights are proportional to the inputs.
+
+    Args:
+        run: the model.
+        inputs: the inputs of a few points.
+        points: their range in the data.
+
+    Raises:
+        UnsupportedModelError: points influence each other.
+    """
+    leaves: list[Tensor] = []
+
+    def follow(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        leaves.append(tensor.detach().clone().requires_grad_())
+        return leaves[-1].clone()  # The model may change its inputs in place, but not a leaf.
+
+    try:
+        with torch.enable_grad():
+            outputs = run(map_inputs(follow, inputs))
+        if len(outputs) < 2 or not leaves:
+            return
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(outputs.shape, generator=generator, dtype=torch.float64)
+        weights = noise.to(outputs)
+        weights[1::2] = 0.0
+        derivatives = differentiate(outputs, leaves, weights)
+    except Exception:
+        # Some models do not run, or have no derivatives, where their inputs need gradients. They
+        # are judged by their outputs alone.
+        return
+    for found in derivatives:
+        if found is None or not bool(torch.isfinite(found).all()):
+            continue
+        largest = float(found.abs().max()) if found.numel() else 0.0
+        others = float(found[1::2].abs().max()) if found.numel() else 0.0
+        if others > torch.finfo(found.dtype).eps ** 0.5 * largest:
+            raise _refusal(points, influence=True)
 
 
 def _refusal(points: slice, *, influence: bool) -> UnsupportedModelError:

@@ -22,7 +22,7 @@ from hcurv.network.layered.stacked_jacobian import StackedJacobian
 from hcurv.network.loss_rows import LossRows
 from hcurv.network.model.autograd_graph import Graph, read_graph
 from hcurv.network.model.graph_batch import BatchUses, GraphBatch, Reading, Signature
-from hcurv.network.model.independence import require_independent
+from hcurv.network.model.independence import require_independent, require_own_derivatives
 from hcurv.network.model.per_point import PerPointColumns
 from hcurv.network.model.point_rows import RowOrder
 from hcurv.network.model.snapshot import ModelSnapshot
@@ -60,6 +60,8 @@ class ModelReader:
         # The sizes of the batches that have shown these orders.
         self._sizes: dict[tuple[Signature, tuple[RowOrder, ...]], set[int]] = {}
         self._native_recurrence = False
+        # Whether some points have shown that their derivatives do not depend on other points.
+        self._derivatives_are_own = False
         # Floats of temporary memory that the last batch took, about.
         self.working_floats = 0
 
@@ -105,6 +107,10 @@ class ModelReader:
         """Run the model on points of the data, and make sure that it treats them independently."""
 
         def make_rows(outputs: Tensor) -> LossRows:
+            if not self._derivatives_are_own:
+                few = map_inputs(lambda tensor: tensor[:_NUM_TRIED], inputs)
+                require_own_derivatives(self.forward, few, points)
+                self._derivatives_are_own = num_points(few) > 1
             require_independent(self.forward, inputs, outputs, points)
             return self._make_rows(outputs, points)
 
