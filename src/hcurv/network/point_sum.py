@@ -381,7 +381,7 @@ class _GatheredKernelParts:
         with self._ranks.agreed():
             if points.stop > points.start:
                 parts.tile(points, second, found, space)
-        torch.cat(self._ranks.gather(found.contiguous()), out=out)
+        out.copy_(torch.cat(self._ranks.gather(found.contiguous())))
 
     def entries(self, rows: Tensor, cols: Tensor) -> Tensor:
         """Blocks between any rows (B, m) and columns (B, k): (B, m, k)."""
