@@ -559,6 +559,16 @@ def test_a_trace_that_overflows_is_refused_although_no_entry_does() -> None:
         hcurv.GaussNewton(model, nn.MSELoss(), (inputs, torch.ones(2, 1)))
 
 
+@pytest.mark.parametrize(("dtype", "rate"), [(torch.float32, 70.0), (torch.float64, 720.0)])
+def test_a_loss_whose_curvature_overflows_is_refused(dtype: torch.dtype, rate: float) -> None:
+    model = seeded(lambda: nn.Linear(3, 1)).to(dtype)
+    with torch.no_grad():
+        model.bias.fill_(rate)  # The square root of exp(rate) is finite, and its square is not.
+    data = (torch.ones(2, 3, dtype=dtype), torch.ones(2, 1, dtype=dtype))
+    with pytest.raises(ValueError, match="too large for this loss"):
+        hcurv.GaussNewton(model, nn.PoissonNLLLoss(), data)
+
+
 def test_products_that_overflow_are_refused() -> None:
     model = seeded(lambda: nn.Linear(3, 2))
     inputs = torch.full((4, 3), 1e15)

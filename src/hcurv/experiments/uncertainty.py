@@ -6,6 +6,7 @@ import copy
 import importlib
 import math
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -382,7 +383,9 @@ def laplace_torch(
         backend=backend,
         **({} if noise is None else {"sigma_noise": noise}),
     )
-    posterior.fit(loader)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it uses of torch may be deprecated
+        posterior.fit(loader)
     evidence = float(posterior.log_marginal_likelihood())
     fitted = time.perf_counter() - start
     start = time.perf_counter()

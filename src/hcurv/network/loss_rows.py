@@ -15,6 +15,10 @@ __all__ = ["Fisher", "LossRows", "RowChoice"]
 
 Fisher: TypeAlias = Literal["exact", "empirical"]
 
+# Entries of the matrix are squares of R_i times derivatives of outputs. Derivatives up to this size
+# must not make them overflow; where larger ones are to be expected, entries are looked at.
+_DERIVATIVES = 1e6
+
 
 @dataclass(frozen=True)
 class RowChoice:
@@ -88,8 +92,15 @@ class LossRows:
             values = [self._root]
         else:
             self._samples = values = [sample * math.sqrt(scale) for sample in self._samples]
-        if not all(bool(torch.isfinite(value).all()) for value in values):
+        largest = max((float(value.abs().max()) for value in values if value.numel()), default=0.0)
+        if not math.isfinite(largest):
             raise ValueError(f"{name} has NaN or infinite derivatives: is the loss convex?")
+        if largest > math.sqrt(torch.finfo(rows.dtype).max) / _DERIVATIVES:
+            raise ValueError(
+                f"{name} has a curvature of {largest:.1e} squared at some outputs, which overflows"
+                f" {rows.dtype} in the matrix: outputs of {float(rows.abs().max()):.1e} are too"
+                " large for this loss (scale the inputs or the weights)"
+            )
 
     @classmethod
     def given(cls, samples: Tensor) -> LossRows:
