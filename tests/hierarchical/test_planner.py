@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import hcurv
 from cases import CASES, NETWORKS, both_dtypes, normal, seeded
 from hcurv.experiments import datasets
+from hcurv.hierarchical.parts.plan import RankProfile, tree_floats
 from matrices import kernel_matrix
 
 
@@ -219,6 +220,18 @@ def test_tolerance_zero_keeps_the_tree_of_a_matrix_of_full_rank() -> None:
     matrix = hcurv.compress(band, tolerance=0.0)
     assert matrix.global_rank == 0
     assert matrix.relative_error(band) < 1e-12
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.5, 1.0])
+def test_ranks_that_do_not_grow_bound_the_floats_of_a_tree(slope: float) -> None:
+    lengths = (16, 32, 64, 128, 256, 512)
+    ranks = tuple(5 * (length / 16) ** slope for length in lengths)
+    whole = RankProfile(8000, 9.0, lengths, ranks, ranks, True)
+    for count in range(2, len(lengths)):
+        some = RankProfile(8000, 9.0, lengths[:count], ranks[:count], ranks[:count], True)
+        for depth in (5, 7, 9):
+            floats = tree_floats(8000, depth, whole)
+            assert tree_floats(8000, depth, some.without_growth()) <= (1 + 1e-9) * floats
 
 
 def test_orders_are_asked_for_once() -> None:

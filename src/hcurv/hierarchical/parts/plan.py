@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 __all__ = ["Candidate", "Plan", "RankProfile", "tolerance_step", "tree_floats"]
@@ -106,6 +106,18 @@ class RankProfile:
     means: tuple[float, ...]
     roots: tuple[float, ...]
     certain: bool
+
+    def without_growth(self) -> RankProfile:
+        """The same ranks, as if those of longer nodes were no larger."""
+        half = self.num_rows // 2
+        if not self.lengths or self.lengths[-1] >= half:
+            return self
+        return replace(
+            self,
+            lengths=(*self.lengths, half),
+            means=(*self.means, self.means[-1]),
+            roots=(*self.roots, self.roots[-1]),
+        )
 
     def at_leaf(self, length: float) -> float:
         """Floats of a leaf with some number of rows: its block, its basis and half a coupling."""

@@ -164,7 +164,7 @@ class _Planner:
         if len(trees) > 1:
             # With a given order, the result does not depend on the numbering of the rows.
             rows = rows.sort().values
-        self._num_rows = rows.numel()
+        self._num_rows, self._phases = rows.numel(), phases
         share = RowShare(rows, ranks)
         self._known = SampledMatrix(source, share, seed, phases, max_working)
         self._estimates = TreeEstimates(
@@ -377,7 +377,8 @@ class _Planner:
         is_alone = chosen.ordering == "none"
         if is_alone:
             known.release()
-        factor = known.factor(rank)
+        with self._phases.timed("global part"):
+            factor = known.factor(rank)
         tree = self._chosen_tree(plan, chosen)
         rows = tree.permutation if tree.num_kept else known.rows.sort().values
         target = RowShare(rows, known.share.ranks, None, tree.depth if tree.num_kept else None)

@@ -8,6 +8,7 @@ their parents, and so on.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -65,13 +66,16 @@ class Subtrees:
         self._num_levels = (length // leaf_length).bit_length()
         self._blocks = blocks(source, self._leaves, self._leaves)
 
-    def ranks(self, known: SampledMatrix, rank: int, tolerance: float) -> list[TrialLevel]:
-        """Build the subtrees from the leaves up, and return the ranks of all levels.
+    def ranks(self, known: SampledMatrix, rank: int, tolerance: float) -> Iterator[TrialLevel]:
+        """Build the subtrees from the leaves up, one level whenever it is asked for.
 
         Args:
             known: random products, in the order of ``places``.
             rank: rank of a global part, which is subtracted from the matrix.
             tolerance: relative error of the whole matrix.
+
+        Yields:
+            The ranks of each level.
         """
         inputs, outputs = known.columns(rank)
         norm = known.norm * math.sqrt(inputs.shape[1])
@@ -89,7 +93,7 @@ class Subtrees:
             samples.baddbmm_(local, outside, alpha=-1)
         scales = torch.ones(rows.shape, dtype=samples.dtype, device=rows.device)
         present = torch.ones_like(rows, dtype=torch.bool)
-        length, found = rows.shape[1], []
+        length = rows.shape[1]
         for level in range(self._num_levels):
             if level:
                 rows, present, scales = (_pair(part) for part in (rows, present, scales))
@@ -106,7 +110,7 @@ class Subtrees:
             nodes = choose_skeletons(samples.clone(), scales, allowed, None, samples.shape[2])
             errors = nodes.errors / norm
             budget.spend(float(errors.square().mean()) * num_rows / length)
-            found.append(TrialLevel(length, nodes.ranks))
+            yield TrialLevel(length, nodes.ranks)
             length *= 2
             skeleton, scales = nodes.skeleton, nodes.scales
             present = torch.arange(skeleton.shape[1], device=rows.device) < nodes.ranks[:, None]
@@ -115,7 +119,6 @@ class Subtrees:
             if rank:
                 local = _rows_of(local, skeleton)
             rows = rows.gather(1, skeleton)
-        return found
 
 
 def _rows_of(values: Tensor, index: Tensor) -> Tensor:

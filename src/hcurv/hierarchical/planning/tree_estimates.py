@@ -61,7 +61,8 @@ class TreeEstimates:
         self._leaf_sizes, self._known, self._phases = leaf_sizes, known, phases
         self._num_rows = known.rows.numel()
         self._subtrees: dict[str, Subtrees | None] = {}
-        self._profiles: dict[tuple[str, int, float, int, int], RankProfile] = {}
+        # What a trial found, and how many floats were enough to end it before the last level.
+        self._profiles: dict[tuple[str, int, float, int, int], tuple[RankProfile, float]] = {}
         # The best tree without a global part for a tolerance, where it is certain.
         self._certain: dict[float, Candidate] = {}
         # Floats of the last estimate for an ordering and a global rank.
@@ -126,7 +127,8 @@ class TreeEstimates:
             rank: number of columns of the global part.
             tolerance: relative error.
             patient: whether the sample grows until the estimate is certain.
-            rival: floats to beat. If an ordering takes several times as many, no other is tried.
+            rival: floats to beat. If an ordering takes several times as many, no other is tried. 0
+                for an estimate from the first ordering alone.
         """
         known = self._known
         if known.residual(rank) <= SAFETY * tolerance:
@@ -136,10 +138,12 @@ class TreeEstimates:
         names = list(self._trees) if rank == 0 else [self._best_ordering(tolerance)]
         while True:
             options = []
+            enough = _HOPELESS * rival if rival else math.inf
             for name in names:
-                options.append(self._best_leaves(name, rank, tolerance))
+                options.append(self._best_leaves(name, rank, tolerance, enough))
                 if options[-1][0].floats > _HOPELESS * rival:
                     break
+                enough = min(enough, options[-1][0].floats / CLEAR)
             found, is_certain = min(options, key=lambda option: option[0].floats)
             if is_certain and rank == 0:
                 self._certain[tolerance] = found
@@ -161,35 +165,61 @@ class TreeEstimates:
             names.sort(key=lambda name: self._floats[name, 0])
         return names[0]
 
-    def _best_leaves(self, name: str, rank: int, tolerance: float) -> tuple[Candidate, bool]:
-        """The candidate with the best leaf size, and whether the sample had columns enough."""
-        shared = rank * self._num_rows
-        profile = self._trial(name, rank, tolerance)
+    def _best_leaves(
+        self, name: str, rank: int, tolerance: float, enough: float = math.inf
+    ) -> tuple[Candidate, bool]:
+        """The candidate with the best leaf size, and whether the sample had columns enough.
+
+        If it takes more than ``enough`` floats, how many more does not matter.
+        """
+        profile = self._trial(name, rank, tolerance, enough)
+        best, floats = self._smallest(name, rank, profile)
+        self._floats[name, rank] = floats
+        return Candidate(rank, best, name, floats), profile.certain
+
+    def _smallest(self, name: str, rank: int, profile: RankProfile) -> tuple[int, int]:
+        """The leaf size that takes least floats, and how many these are."""
         floats = {}
         for leaf_size in self._leaf_sizes:
             depth = self.depth(leaf_size, self._trees[name])
-            floats[leaf_size] = shared + round(tree_floats(self._num_rows, depth, profile))
+            floats[leaf_size] = round(tree_floats(self._num_rows, depth, profile))
         best = min(floats, key=lambda leaf_size: floats[leaf_size])
-        self._floats[name, rank] = floats[best]
-        return Candidate(rank, best, name, floats[best]), profile.certain
+        return best, rank * self._num_rows + floats[best]
 
-    def _trial(self, name: str, rank: int, tolerance: float) -> RankProfile:
-        """The ranks in a few subtrees of an ordering, beside a global part."""
+    def _trial(self, name: str, rank: int, tolerance: float, enough: float) -> RankProfile:
+        """The ranks in a few subtrees of an ordering, beside a global part.
+
+        The trial ends where higher levels could not change the answer: where the ranks are more
+        than the columns can show, or where the tree takes more than ``enough`` floats even if
+        ranks do not grow any more.
+        """
         known = self._known
         key = (name, rank, tolerance, known.num_columns(rank), known.width if rank else 0)
-        if key not in self._profiles:
+        if key not in self._profiles or enough > self._profiles[key][1]:
             if name not in self._subtrees:
                 self._subtrees[name] = self._make_subtrees(self._trees[name])
             subtrees = self._subtrees[name]
-            levels = []
+            num_columns = known.num_columns(rank)
+            levels: list[TrialLevel] = []
+            ended_at = math.inf
             if subtrees is not None:
                 self._phases.describe(
                     f"planning: ranks for a relative error of {tolerance:.1e} beside a global part"
                     f" of rank {rank}"
                 )
-                levels = subtrees.ranks(known, rank, tolerance)
-            self._profiles[key] = self._profile(levels, known.num_columns(rank))
-        return self._profiles[key]
+                for level in subtrees.ranks(known, rank, tolerance):
+                    levels.append(level)
+                    if len(levels) < 2:
+                        continue
+                    profile = self._profile(levels, num_columns)
+                    if not profile.certain:
+                        break
+                    least = self._smallest(name, rank, profile.without_growth())[1]
+                    if least > enough:
+                        ended_at = least
+                        break
+            self._profiles[key] = self._profile(levels, num_columns), ended_at
+        return self._profiles[key][0]
 
     def _profile(self, levels: list[TrialLevel], num_columns: int) -> RankProfile:
         """How ranks grow, from the levels whose ranks are well below the number of columns."""
