@@ -18,6 +18,7 @@ import hcurv
 from fuzz.outcomes import WrongError, check_close, refusals, size_of, told
 from fuzz.problems import Made
 from fuzz.randomness import generator, often
+from fuzz.truth import Truth
 
 Operation = Callable[[Made, random.Random], None]
 METHODS = ["auto", "parameters", "samples", "iterations", "subset"]
@@ -120,6 +121,18 @@ def root(made: Made, rng: random.Random) -> None:
     check_close(back, expected, 20 * made.tolerance, "Sᵀ S v", scale * float(size_of(S)))
 
 
+def _own_rounding(made: Made, read: Callable[[Truth], Tensor]) -> float:
+    """What to add to a scale, so that a result may be three times as wrong as autograd is.
+
+    In single precision automatic differentiation can be wrong in all digits, for example where a
+    layer norm of one feature has the derivative zero.
+    """
+    if made.problem.dtype != torch.float32:
+        return 0.0
+    rough = read(made.problem.truth(torch.float32))
+    return 3 / (10 * made.tolerance) * float(size_of(rough - read(made.truth)))
+
+
 def gradient(made: Made, rng: random.Random) -> None:
     problem, truth = made.problem, made.truth
     with refusals():
@@ -133,9 +146,7 @@ def gradient(made: Made, rng: random.Random) -> None:
     # Rounding is relative to the size of what is summed, over points and outputs.
     weights = truth.output_gradient.reshape(-1).abs()
     scale = float(size_of(weights @ truth.jacobian.abs()))
-    if problem.dtype == torch.float32:  # automatic differentiation is wrong, too
-        rough = problem.truth(torch.float32).gradient
-        scale += 3 / (10 * made.tolerance) * float(size_of(rough - truth.gradient))
+    scale += _own_rounding(made, lambda oracle: oracle.gradient)
     check_close(found, truth.gradient, 10 * made.tolerance, "gradient", scale)
 
 
@@ -177,13 +188,15 @@ def jacobian(made: Made, rng: random.Random) -> None:
         vectors = _vectors(made, rng)
         applied, outputs = J @ vectors, J.outputs()
         back = J.T @ applied
-    check_close(dense, truth.jacobian, 10 * made.tolerance, "Jacobian")
+    scale = float(size_of(truth.jacobian)) + _own_rounding(made, lambda oracle: oracle.jacobian)
+    check_close(dense, truth.jacobian, 10 * made.tolerance, "Jacobian", scale)
     check_close(outputs, truth.outputs, 10 * made.tolerance, "outputs")
-    size = float(size_of(truth.jacobian))
+    own = dense.double()
+    size = float(size_of(own))
     scale = size * float(size_of(vectors.double()))
-    expected = truth.jacobian @ vectors.double()
+    expected = own @ vectors.double()
     check_close(applied, expected, 10 * made.tolerance, "J v", scale)
-    check_close(back, truth.jacobian.T @ expected, 20 * made.tolerance, "Jᵀ J v", scale * size)
+    check_close(back, own.T @ expected, 20 * made.tolerance, "Jᵀ J v", scale * size)
 
 
 def point_gradients(made: Made, rng: random.Random) -> None:
@@ -193,7 +206,9 @@ def point_gradients(made: Made, rng: random.Random) -> None:
     with refusals():
         found = made.H.point_gradients(problem.data).to_dense()
     expected = truth.point_gradients / made.H.loss_scale
-    check_close(found, expected, 10 * made.tolerance, "point gradients")
+    rounding = _own_rounding(made, lambda oracle: oracle.point_gradients) / abs(made.H.loss_scale)
+    scale = float(size_of(expected)) + rounding
+    check_close(found, expected, 10 * made.tolerance, "point gradients", scale)
 
 
 def _damping(made: Made, rng: random.Random) -> tuple[Any, Tensor]:
