@@ -5,7 +5,11 @@ is the largest resident set during the call, less what was resident before. What
 what the call asked for with `require_bytes` before it allocated, added to what it held by then: the
 memory below which it would have refused.
 
-    python benchmarks/memory.py [NAME ...] [--output FILE]
+The allocator of the C library keeps freed memory that it would use again, as far as its settings let
+it. Here it gives back at once every block of 64 kB or more (``MALLOC_MMAP_THRESHOLD_``), so that what
+is resident is what is in use.
+
+    python benchmarks/memory.py [NAME ...] [--why] [--output FILE]
 """
 
 from __future__ import annotations
@@ -38,6 +42,10 @@ LEAST = 16 * MB
 WITHIN = 0.15
 
 
+# Blocks of so many bytes are given back to the system when they are freed.
+SETTINGS = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+
 def resident() -> int:
     """Bytes that this process has in memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
@@ -57,13 +65,13 @@ def reset() -> None:
 
 
 @contextmanager
-def recorded(before: int) -> Iterator[list[int]]:
-    """Collect what is asked for with `require_bytes`, and what is held at that time."""
-    found: list[int] = []
+def recorded(before: int) -> Iterator[list[tuple[int, str]]]:
+    """Collect what is asked for with `require_bytes`, with what is held by then, and for what."""
+    found: list[tuple[int, str]] = []
     original = hcurv.memory.require_bytes
 
     def record(needed: int, device: Any, what: str, ways_out: Any, **others: Any) -> None:
-        found.append(resident() - before + int(needed))
+        found.append((resident() - before + int(needed), what))
         original(needed, device, what, ways_out, **others)
 
     modules = [m for m in list(sys.modules.values()) if m.__name__.startswith("hcurv")]
@@ -77,7 +85,7 @@ def recorded(before: int) -> Iterator[list[int]]:
             module.require_bytes = original  # type: ignore[attr-defined]
 
 
-def measure(prepare: Callable[[], Callable[[], object]]) -> dict[str, float]:
+def measure(prepare: Callable[[], Callable[[], object]]) -> dict[str, Any]:
     """Run a call in a process of its own; predicted and measured bytes."""
     read, write = os.pipe()
     child = os.fork()
@@ -90,9 +98,11 @@ def measure(prepare: Callable[[], Callable[[], object]]) -> dict[str, float]:
             with recorded(before) as asked, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 result = call()
+            predicted, why = max(asked, default=(0, "nothing was asked for"))
             found: dict[str, Any] = {
                 "measured": highest() - before,
-                "predicted": max(asked, default=0),
+                "predicted": predicted,
+                "why": why,
             }
             del result
         except Exception as error:
@@ -265,8 +275,12 @@ def main() -> None:
     """Measure the grid, or the calls whose names contain one of the arguments."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*")
+    parser.add_argument("--why", action="store_true", help="say what the most was asked for")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
+    if any(os.environ.get(name) != value for name, value in SETTINGS.items()):
+        # The allocator reads its settings when a process starts.
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **SETTINGS})
     torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -289,6 +303,8 @@ def main() -> None:
             sizes = f"{found['predicted'] / MB:>7.0f} MB{found['measured'] / MB:>7.0f} MB"
             lines.append(f"{name:<58}{sizes}{ratio:>7.2f}{'' if counted else '  (too small)'}")
         print(lines[-1], flush=True)
+        if given.why and "why" in found:
+            print("   ", found["why"])
     good = sum(1 - WITHIN <= ratio <= 1 + WITHIN for ratio in ratios)
     low = sum(ratio < 1 - WITHIN for ratio in ratios)
     lines.append(
