@@ -57,23 +57,30 @@ class LayeredKernelParts:
             start = stop
 
     def _between(
-        self, first: LayerJacobian, left: slice, second: LayerJacobian, right: slice
+        self,
+        first: LayerJacobian,
+        left: slice,
+        second: LayerJacobian,
+        right: slice,
+        space: Tensor | None = None,
     ) -> Tensor:
-        """K between points of two chunks, (points, q, points, q)."""
-        q, dtype = self._root.num_rows, self._weights.dtype
+        """K between points of two chunks, (points, q, points, q); in ``space`` if it is given."""
+        q = self._root.num_rows
         shape = (q * (left.stop - left.start), q * (right.stop - right.start))
-        sums = torch.zeros(shape, dtype=dtype, device=self._root.device)
+        if space is None:
+            sums = self._weights.new_zeros(shape)
+        else:
+            sums = space.view(-1)[: shape[0] * shape[1]].view(shape).zero_()
         first.gram(left, second, right, self._weights, sums)
         return sums.view(q, -1, q, right.stop - right.start).permute(1, 0, 3, 2)
 
     def tile(self, first: slice, second: slice, space: Tensor) -> Tensor:
         """K between all rows of some points and all rows of others."""
-        q, root = self._root.num_rows, self._root
-        count, other = first.stop - first.start, second.stop - second.start
-        result = torch.zeros(count, q, other, q, dtype=space.dtype, device=root.device)
+        q, count, other = self._root.num_rows, first.stop - first.start, second.stop - second.start
+        result = space[0].view(-1)[: count * q * other * q].view(count, q, other, q)
         for upper, left, above in self._pieces(first):
             for lower, right, beside in self._pieces(second):
-                result[above, :, beside] = self._between(upper, left, lower, right).to(space.dtype)
+                result[above, :, beside] = self._between(upper, left, lower, right, space[1])
         return result.view(count * q, other * q)
 
     def batch_floats(self, num_rows: int, num_cols: int) -> int:
