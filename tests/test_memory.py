@@ -30,7 +30,7 @@ def test_too_little_memory_is_said_before_allocation(monkeypatch: pytest.MonkeyP
 
 def test_a_block_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     operator = CASES["classifier"].operator()
-    monkeypatch.setattr("hcurv.memory.available_bytes", lambda device: 2**28 + 1)
+    monkeypatch.setattr("hcurv.memory.available_bytes", lambda device: 79**2 * 8 + 1)
     with pytest.raises(hcurv.InsufficientMemoryError, match="dense block of 79 x 79 entries"):
         operator.to_dense()
 

@@ -297,11 +297,11 @@ class Factorized(SymmetricOperator):
         self._check_rows(rows)
         q = rows.rows_per_point
         step = max(1, min(_PANEL_FLOATS // self.shape[0], _PANEL_ROWS) // q)
-        panel = min(step * q, rows.shape[0]) * self.shape[0] * self.dtype.itemsize
+        num_rows = min(step * q, rows.shape[0])
         require_bytes(
-            3 * panel,  # the rows, their transpose, and what is solved
+            self._covariance_floats(num_rows) * self.dtype.itemsize,
             self.device,
-            f"variances of {min(step * q, rows.shape[0])} rows of derivatives at a time",
+            f"variances of {num_rows} rows of derivatives at a time",
             ("use fewer points", "use the diagonal or K-FAC"),
         )
         with torch.no_grad():
@@ -312,6 +312,10 @@ class Factorized(SymmetricOperator):
         if not isinstance(rows, RowSource) or rows.shape[1] != self.shape[0]:
             given = getattr(rows, "shape", type(rows).__name__)
             raise ValueError(f"rows must be an operator of shape (m, {self.shape[0]}); got {given}")
+
+    def _covariance_floats(self, num_rows: int) -> int:
+        """Floats that `_covariances` takes: the rows, their transpose, and what is solved."""
+        return 3 * num_rows * self.shape[0]
 
     def _covariances(self, chunk: RowPart, num_rows: int) -> Tensor:
         """J_i (A + D)⁻¹ J_iᵀ at some points, (b, q, q)."""

@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 # A dense matrix is checked in strips of this many entries, which bounds the memory of the check.
-_STRIP = 2**24
+_STRIP = 2**20
 # Of any other source, a block of this many rows and columns is checked.
 _SPOT = 64
 # Entries (i, j) and (j, i) may differ by this many units of rounding of the largest entry, because

@@ -112,8 +112,8 @@ class DenseFactorization(Factorized):
     def _covariances(self, chunk: RowPart, num_rows: int) -> Tensor:
         """Grams of L⁻¹ J_iᵀ: half the work of solves, and positive semi-definite."""
         dense = chunk.to_dense()
-        halves = dense / self._zero_rows.sqrt().to(dense.dtype)
         solved = torch.linalg.solve_triangular(self._factor, self._over_rows(dense.T), upper=False)
+        halves = dense / self._zero_rows.sqrt().to(dense.dtype)
         halves.index_copy_(1, self._rows, solved.T.to(dense.dtype))
         return point_grams(halves, num_rows)
 

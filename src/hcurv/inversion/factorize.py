@@ -126,7 +126,8 @@ class _Inversion:
     def run(self, method: str) -> Factorized:
         """Choose, and factorize."""
         chosen, ways, spectrum = self._choose() if method == "auto" else self._forced(method)
-        self._require(chosen)
+        if chosen.name != "subset":  # its memory is known when points are drawn
+            self._require(chosen.name, chosen.nbytes)
         result = self._go(chosen, ways)
         result.plan = InversionPlan(
             chosen, tuple(ways), self._matrix.shape[0], self._matrix.num_root_rows, spectrum
@@ -182,13 +183,13 @@ class _Inversion:
             self._sketch.grow(2 * self._sketch.width)
         return chosen, ways, spectrum
 
-    def _require(self, chosen: Way) -> None:
+    def _require(self, name: WayName, nbytes: int) -> None:
         """Refuse a way for which there is no memory."""
         with self._matrix.ranks.agreed():
             require_bytes(
-                chosen.nbytes,
+                nbytes,
                 self._matrix.device,
-                f'factorizing with method="{chosen.name}" (N = {self._matrix.shape[0]},'
+                f'factorizing with method="{name}" (N = {self._matrix.shape[0]},'
                 f" n·q = {self._matrix.num_root_rows})",
                 ('use method="iterations", which takes hardly any memory', "use fewer points"),
             )
@@ -283,6 +284,7 @@ class _Inversion:
         """Some points in place of all, drawn by leverage scores."""
         scores = approximate_scores(self._matrix, self._damping, self._seed)
         points, weights = draw_points(scores, num_points, self._seed)
+        self._require("subset", self._costs.subset_bytes(points.numel()))
         subset = self._matrix.of_points(points, weights).in_precision(self._dtype)
         factorized = SampleSpaceFactorization.of(subset, self._damping, self._dtype)
         values = self._damping.diagonal(subset.shape[0], subset.device).to(self._dtype)

@@ -67,7 +67,7 @@ def dense_kernel_factorization(
     if damping is None:
         damping = Damping(torch.ones((), dtype=torch.float64))
     require_bytes(
-        2 * size**2 * kernel.dtype.itemsize,
+        size**2 * kernel.dtype.itemsize + max(size**2 * kernel.dtype.itemsize, kernel.fill_bytes),
         kernel.device,
         f"a dense factorization of a kernel of {size} x {size} entries",
         ("use fewer points", "compress it: hcurv.compress(K, damping=λ).factorize(λ)"),
@@ -174,6 +174,11 @@ class SampleSpaceFactorization(Factorized):
             solved = self._inner.solve(samples)
             back = self._undamped(self._matrix.root_transposed(solved))
             return (prior - back).T.to(self.dtype).contiguous()
+
+    def _covariance_floats(self, num_rows: int) -> int:
+        """Either the rows thrice, or once, with a kernel between points and what is solved."""
+        size, inner = self._matrix.shape[0], self._inner.shape[0]
+        return num_rows * max(3 * size, size + 2 * inner)
 
     def _covariances(self, chunk: RowPart, num_rows: int) -> Tensor:
         """J_i D⁻¹ J_iᵀ − Grams of L⁻¹ S D⁻¹ J_iᵀ; S D⁻¹ Jᵀ is a kernel between points."""

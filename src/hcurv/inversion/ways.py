@@ -212,8 +212,10 @@ class CostModel:
         nystrom = _NYSTROM_FLOPS * size * rank**2 / self._speed
         one = self._iteration() + 4 * size * rank * NUM_COLUMNS / (0.3 * self._speed)
         seconds = rank * self._column + nystrom + count * one
-        floats = size * (6 * NUM_COLUMNS + 4 * rank)
-        return self._way("iterations", seconds, floats, self._tolerance, rank, entries=0.0)
+        # Vectors have the precision of the model, and nothing is converted.
+        nbytes = size * (6 * NUM_COLUMNS + 4 * rank) * self._matrix.dtype.itemsize
+        fits = nbytes <= self._most
+        return Way("iterations", rank, seconds, nbytes, self._tolerance, fits)
 
     def subset(self, spectrum: Spectrum) -> Way:
         """Conjugate gradients, preconditioned by some of the points."""
@@ -228,9 +230,20 @@ class CostModel:
         seconds = _SCORE_COLUMNS * self._column + self._kernel(rows) + count * one
         # Points are drawn with replacement, and each of them is stored once.
         kept = 1 - math.exp(-share)
-        floats = 2 * (kept * self._matrix.num_root_rows) ** 2 + kept * self._matrix.num_stored
-        floats += 6 * NUM_COLUMNS * self._matrix.shape[0]
+        floats = self._subset_floats(kept)
         return self._way("subset", seconds, floats, self._tolerance, points, entries=kept)
+
+    def _subset_floats(self, kept: float) -> float:
+        """A kernel of a share of the points with its factor, their root, and blocks of vectors."""
+        floats = 2 * (kept * self._matrix.num_root_rows) ** 2 + kept * self._matrix.num_stored
+        return floats + 6 * NUM_COLUMNS * self._matrix.shape[0]
+
+    def subset_bytes(self, num_points: int) -> int:
+        """Memory of a subset whose distinct points have been counted."""
+        kept = num_points / self._matrix.num_points
+        floats = self._subset_floats(kept)
+        way = self._way("subset", 0.0, floats, self._tolerance, num_points, entries=kept)
+        return way.nbytes
 
     def compressed(self, spectrum: Spectrum) -> Way:
         """Conjugate gradients, preconditioned by a hierarchical matrix."""

@@ -19,7 +19,7 @@ import torch
 from scipy.linalg.lapack import dpstrf
 from torch import Tensor
 
-__all__ = ["Interpolation", "interpolate_rows"]
+__all__ = ["Interpolation", "interpolate_rows", "interpolation_bytes"]
 
 # This many pivots are chosen at a time. Wide panels mean larger products, but pivots that are
 # somewhat worse; with few matrices in a batch the wide ones are faster.
@@ -101,6 +101,29 @@ def interpolate_rows(
             finer = torch.maximum(tolerances, noise)
             found = _join(found, _interpolate(remainder, limits, finer, num_random)[0])
     return found
+
+
+def interpolation_bytes(
+    num_matrices: int, num_rows: int, num_samples: int, max_rank: int | None, dtype: torch.dtype
+) -> int:
+    """Bytes that `interpolate_rows` takes beyond its samples (B, m, s).
+
+    All of it is in double precision. While rows are chosen, there are a copy of single samples, the
+    Gram matrices (m, m), the factors L (m, r), rows and squares of the k candidates, and two panels
+    of w columns. Afterwards there are the factors, the weights, and of samples in double precision
+    their skeleton rows and what is left of them.
+    """
+    rank = min(num_rows, num_samples, num_samples if max_rank is None else max_rank)
+    panel = _WIDE_PANEL if num_matrices <= _FEW else _PANEL
+    width, candidates = min(panel, rank), min(_CANDIDATES * panel, num_rows)
+    is_single = dtype != torch.float64
+    choosing = num_rows * (num_rows + rank + 2 * width) + 3 * candidates**2 + 3 * width**2
+    solving = num_rows * 3 * rank
+    if is_single:
+        choosing, solving = (floats + num_rows * num_samples for floats in (choosing, solving))
+    else:
+        solving += (num_rows + rank) * num_samples
+    return num_matrices * max(choosing, solving) * 8
 
 
 def _allowed(tolerances: Tensor, ranks: Tensor, num_random: int | None) -> Tensor:

@@ -173,6 +173,7 @@ class ChainKernelParts:
                 continue
             products = _as_rows(left, first) @ _as_rows(right, second).T
             result.addcmul_(products.view(shape), inner[:, None, :, None])
+            del products  # before those of the next layer are made
         return result.view(self._size, other._size)
 
     def batch_floats(self, num_rows: int, num_cols: int) -> int:

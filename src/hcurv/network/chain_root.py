@@ -158,6 +158,10 @@ class ChainRoot(Root):
         """A block of SᵀS."""
         return entries.block(self.factors, rows, cols, workspace)
 
+    def block_bytes(self, rows: Tensor, cols: Tensor, workspace: int) -> int:
+        """Bytes of temporary memory that `block` takes beyond its result."""
+        return entries.block_bytes(self.factors, rows, cols, workspace)
+
     def blocks(self, rows: Tensor, cols: Tensor, workspace: int) -> Tensor:
         """Many blocks of equal size."""
         return block_batches.blocks(self.factors, rows, cols, workspace)

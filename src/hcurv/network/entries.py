@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 from hcurv.network.group_blocks import (
-    STRIP,
     SortedIndices,
     between_groups,
+    mirror,
     write_within_units,
 )
 from hcurv.network.layer_factors import LayerFactors
 from hcurv.network.scratch import Scratch
 
-__all__ = ["EntrySizes", "block", "pairs"]
+__all__ = ["EntrySizes", "block", "block_bytes", "pairs"]
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,7 @@ def block(
     It is written to ``result`` if that is given.
     """
     symmetric = rows.numel() == cols.numel() and torch.equal(rows, cols)
-    # Half of the workspace is for a second copy of a tile: one is sorted by unit, one as asked.
-    half = workspace // 2
-    size = max(1, min(sizes.tile, math.isqrt(half // (2 * factors.inputs.dtype.itemsize))))
+    size, half = _tile_size(factors, workspace, sizes)
     if max(rows.numel(), cols.numel()) <= size:
         values = _tile(factors, rows, cols, symmetric, half)
         return values if result is None else result.copy_(values)
@@ -151,6 +149,41 @@ def block(
             if symmetric and not diagonal:
                 result[col_range, row_range] = result[row_range, col_range].T
     return result
+
+
+def _tile_size(factors: LayerFactors, workspace: int, sizes: EntrySizes) -> tuple[int, int]:
+    """The most rows and columns of a tile, and the bytes that evaluating it may take.
+
+    Half of the workspace is for a second copy of a tile: one is sorted by unit, one as asked.
+    """
+    half = workspace // 2
+    size = max(1, min(sizes.tile, math.isqrt(half // (2 * factors.inputs.dtype.itemsize))))
+    return size, half
+
+
+def block_bytes(
+    factors: LayerFactors,
+    rows: Tensor,
+    cols: Tensor,
+    workspace: int,
+    sizes: EntrySizes = _DEFAULT_SIZES,
+) -> int:
+    """Bytes that `block` takes beyond its result: a second copy of a tile, and its operands.
+
+    Operands are gathered for all points, as far as the workspace allows. Where there is one group
+    of units, they are gone before its entries are copied to their places.
+    """
+    jacobian, itemsize = factors.jacobian, factors.inputs.dtype.itemsize
+    symmetric = rows.numel() == cols.numel() and torch.equal(rows, cols)
+    size, most = _tile_size(factors, workspace, sizes)
+    num_rows, num_cols = min(rows.numel(), size), min(cols.numel(), size)
+    wide, narrow = max(num_rows, num_cols), min(num_rows, num_cols)
+    per_point = 2 * wide + (0 if symmetric else narrow) + factors.num_units * jacobian.num_rows
+    operands = min(most, factors.num_points * per_point * itemsize)
+    tile = num_rows * num_cols * itemsize
+    within = max(tile, operands) if len(jacobian.groups) == 1 else tile + operands
+    is_whole = max(rows.numel(), cols.numel()) <= size
+    return within if is_whole else tile + within
 
 
 def _tile(
@@ -174,7 +207,7 @@ def _tile(
             continue
         values = between_groups(factors, row_group, col_group, row, col, symmetric, workspace)
         if symmetric and same:
-            _mirror(values)
+            mirror(values)
         if whole and in_order:
             return values
         if result is None:
@@ -183,12 +216,3 @@ def _tile(
         if symmetric and not same:
             result[col.order[:, None], row.order] = values.T
     return factors.inputs.new_zeros(len(rows), len(cols)) if result is None else result
-
-
-def _mirror(block: Tensor) -> None:
-    """Copy the upper half onto the lower: symmetric blocks are symmetric to the last bit."""
-    for start in range(0, block.shape[0], STRIP):
-        stop = start + STRIP
-        corner = block[start:stop, start:stop]
-        corner.copy_(corner.triu() + corner.triu(1).T)
-        block[stop:, start:stop] = block[start:stop, stop:].T

@@ -240,13 +240,20 @@ class FactoredMatrix(EntryOperator):
                 size,
                 f"a dense block of {row_index.numel()} x {col_index.numel()} entries",
                 ("ask for fewer rows or columns at a time", "use H @ v instead of a dense block"),
+                self._root.block_bytes(row_index, col_index, self._workspace),
             )
             return self._root.block(row_index, col_index, self._workspace)
 
-    def _require(self, num_bytes: int, what: str, ways_out: tuple[str, ...]) -> None:
-        """Refuse a result that is too large for the memory of some rank, on all ranks."""
+    def _require(
+        self, num_bytes: int, what: str, ways_out: tuple[str, ...], temporary: int | None = None
+    ) -> None:
+        """Refuse a result that is too large for the memory of some rank, on all ranks.
+
+        Temporary memory is the whole workspace, unless it is known better.
+        """
+        more = self._workspace if temporary is None else temporary
         with self._root.ranks.agreed():
-            require_bytes(num_bytes + self._workspace, self.device, what, ways_out)
+            require_bytes(num_bytes + more, self.device, what, ways_out)
 
     def blocks(self, rows: Tensor, cols: Tensor) -> Tensor:
         """Compute many blocks H[rows[b], cols[b]] of equal size, exactly.

@@ -11,13 +11,13 @@ from hcurv.network.jacobians.output_jacobian import FactoredGram, UnitGroup
 from hcurv.network.layer_factors import LayerFactors
 from hcurv.network.scratch import Scratch
 
-__all__ = ["STRIP", "SortedIndices", "between_groups", "write_within_units"]
+__all__ = ["SortedIndices", "between_groups", "mirror", "write_within_units"]
 
 # An elementwise multiplication takes about as long as this many flops of a matrix product. The
 # figure was fitted to timings of blocks; it decides only which way is taken.
 _ELEMENTWISE_FLOPS = 100
 # A symmetric block is mirrored, and a factored block finished, this many rows at a time.
-STRIP = 256
+_STRIP = 256
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _by_factors(
         if not symmetric:
             right = gram.right(cols.units, scratch.select(inputs, cols.inputs), points, scratch)
         result.addmm_(left.flatten(1), right.flatten(1).T)
-    for values, units in zip(result.split(STRIP), rows.units.split(STRIP), strict=True):
+    for values, units in zip(result.split(_STRIP), rows.units.split(_STRIP), strict=True):
         gram.finish(values, units, cols.units)
     return result
 
@@ -218,3 +218,12 @@ def write_within_units(
         if symmetric:
             values = (values + values.transpose(1, 2)) / 2
         result[rows.order[row_index][:, :, None], cols.order[col_index][:, None, :]] = values
+
+
+def mirror(block: Tensor) -> None:
+    """Copy the upper half onto the lower: symmetric blocks are symmetric to the last bit."""
+    for start in range(0, block.shape[0], _STRIP):
+        stop = start + _STRIP
+        corner = block[start:stop, start:stop]
+        corner.copy_(corner.triu() + corner.triu(1).T)
+        block[stop:, start:stop] = block[start:stop, stop:].T

@@ -146,6 +146,10 @@ class Root(ABC):
     def block(self, rows: Tensor, cols: Tensor, workspace: int) -> Tensor:
         """A block of SᵀS; symmetric to the last bit where rows and columns are the same."""
 
+    def block_bytes(self, rows: Tensor, cols: Tensor, workspace: int) -> int:
+        """Bytes of temporary memory that `block` takes beyond its result."""
+        return workspace
+
     @abstractmethod
     def blocks(self, rows: Tensor, cols: Tensor, workspace: int) -> Tensor:
         """Many blocks of equal size, (B, m), (B, k) → (B, m, k)."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hcurv.linalg import cg
-from hcurv.memory import available_bytes
+from hcurv.memory import available_bytes, require_bytes
 from hcurv.network.gauss_newton import GaussNewton
 from hcurv.operators import SymmetricOperator
 
@@ -114,6 +114,13 @@ class QuadraticModel:
         if self._known is not None and torch.equal(self._known[0], active):
             return self._known[1]
         rows = active.nonzero().squeeze(1)
+        self._known = None
+        require_bytes(
+            2 * 8 * rows.numel() ** 2,  # the block and its factor
+            self.matrix.device,
+            f"a dense factorization over {rows.numel()} weights",
+            ("remove more weights in the first step", "use another saliency"),
+        )
         block = self.matrix.block(rows, rows).double()
         block.diagonal().add_(self.damping)
         factor: Tensor

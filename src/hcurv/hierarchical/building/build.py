@@ -45,6 +45,8 @@ from hcurv.hierarchical.parts.row_share import RowShare
 from hcurv.hierarchical.parts.shape_groups import group_by_shape
 from hcurv.hierarchical.tree.block_pattern import BlockPattern
 from hcurv.hierarchical.tree.cluster_tree import ClusterTree
+from hcurv.linalg.interpolative import interpolation_bytes
+from hcurv.memory import require_bytes
 from hcurv.operators import EntrySource
 
 __all__ = ["Builder", "BuiltBlocks"]
@@ -63,6 +65,11 @@ _PROBED_NODES = 4
 # A rank below this share of the columns is what the tolerance asks for; a larger one may have been
 # cut off by the number of columns.
 _FOUND_SHARE = 0.9
+
+
+def _group_step(width: int, num_columns: int) -> int:
+    """The number of nodes with so many rows that are interpolated together."""
+    return max(1, _GROUP_FLOATS // max(1, width * max(width, num_columns)))
 
 
 class BuiltBlocks(NamedTuple):
@@ -352,6 +359,23 @@ class Builder:
             with self._phases.timed("samples"):
                 sampler.widen(needed, counts, depth)
 
+    def _require_samples(self, groups: list[tuple[Tensor, int]], num_columns: int) -> None:
+        """Raise unless there is memory for samples of nodes, and for choosing their skeletons."""
+        dtype, needed = self._source.dtype, 0
+        for group, width in groups:
+            count = min(group.numel(), _group_step(width, num_columns))
+            # The samples, and those of one panel before they are put into place.
+            samples = count * width * num_columns * dtype.itemsize
+            choosing = interpolation_bytes(count, width, num_columns, self._max_rank, dtype)
+            needed = max(needed, samples + max(samples, choosing))
+        with self._nodes.share.ranks.agreed():
+            require_bytes(
+                needed,
+                self._source.device,
+                f"choosing skeletons from {num_columns} columns of samples",
+                ("choose a smaller leaf_size or max_rank", "choose a larger tolerance"),
+            )
+
     def _try(
         self,
         sampler: AdaptiveSampler,
@@ -367,12 +391,12 @@ class Builder:
         num_columns = sampler.num_columns
         num_random = num_columns if sampler.is_random else None
         allowed = self._budget.node_error(depth) * sampler.norm * sampler.gain
+        self._require_samples(groups, num_columns)
         attempt = _Attempt()
         for group, width in groups:
             if group.numel() == 0:
                 continue
-            step = max(1, _GROUP_FLOATS // max(1, width * max(width, num_columns)))
-            for nodes in group.split(step):
+            for nodes in group.split(_group_step(width, num_columns)):
                 table = row_table(rows.starts[nodes], rows.counts[nodes], width, rows.size)
                 with self._phases.timed("samples"):
                     samples = sampler.samples(nodes, table)

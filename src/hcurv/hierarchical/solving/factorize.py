@@ -36,11 +36,11 @@ __all__ = [
     "eliminate_levels",
     "factorize_levels",
     "node_groups",
+    "peak_bytes",
     "require_memory",
     "scales_of",
     "smallest_pivot",
     "splits",
-    "stored_floats",
 ]
 
 # Diagonal blocks are eliminated in batches of at most this many floats, which bounds the memory.
@@ -98,14 +98,31 @@ def node_groups(matrix: HMatrix, split: Split, number: int) -> Iterator[Basis]:
         yield Basis(nodes, none, rest, none, weights)
 
 
-def stored_floats(matrix: HMatrix, has_root: bool = True) -> int:
-    """Return the number of floats that a factorization of a matrix stores."""
-    total = 0
+def peak_bytes(matrix: HMatrix, has_root: bool = True, keep: bool = True) -> int:
+    """Return the most bytes that a factorization of a matrix takes at one time.
+
+    A group of m + r rows a node stores the roots (m, m) and crosses (m, r) of its nodes in the
+    matrix's precision, and passes Schur complements (r, r) on in double precision. Some of its
+    nodes are eliminated at a time, in double precision. What exists then are either three copies of
+    their diagonal blocks, where rows are brought into order, or one of them, X, its Cholesky factor
+    and its inverse, each (m, m), and two of (m, r).
+    """
+    held = peak = 0
     for number, split in enumerate(splits(matrix, has_root)):
         for group in node_groups(matrix, split, number):
-            size, rank = group.weights.shape[1:]
-            total += group.nodes.numel() * size * (size + 2 * rank)
-    return total
+            count, size, rank = group.weights.shape
+            stored = size * (size + rank) * matrix.dtype.itemsize if keep else 0
+            held += count * (stored + rank**2 * 8)
+            step = min(count, _batch(size + rank))
+            ordering = 3 * (size + rank) ** 2
+            eliminating = (size + rank) ** 2 + 3 * size**2 + 2 * size * rank
+            peak = max(peak, held + step * max(ordering, eliminating) * 8)
+    return peak
+
+
+def _batch(width: int) -> int:
+    """The number of nodes that are eliminated together, with so many rows each."""
+    return max(1, _BLOCK_FLOATS // max(1, width**2))
 
 
 @dataclass
@@ -166,17 +183,16 @@ def factorize_levels(
     Raises:
         IndefiniteError: A + D is not positive definite, or not regular.
     """
-    if keep:
-        require_memory(matrix)
+    require_memory(matrix, keep=keep)
     low, high, largest = scales_of(matrix, damping)
     floor = smallest_pivot(matrix.dtype, low, high, largest)
     return eliminate_levels(matrix, damping, definite, keep, floor)[0]
 
 
-def require_memory(matrix: HMatrix, has_root: bool = True) -> None:
-    """Raise unless there is memory for the factors of a matrix."""
+def require_memory(matrix: HMatrix, has_root: bool = True, keep: bool = True) -> None:
+    """Raise unless there is memory for factorizing a matrix."""
     require_bytes(
-        stored_floats(matrix, has_root) * matrix.dtype.itemsize,
+        peak_bytes(matrix, has_root, keep),
         matrix.device,
         f"the factorization of a matrix of N = {matrix.shape[0]}",
         (
@@ -288,7 +304,7 @@ class _Run:
         )
         signs: list[Tensor] = []
         schur = torch.empty(number, rank, rank, dtype=torch.float64, device=group.nodes.device)
-        step = max(1, _BLOCK_FLOATS // max(1, (num_rest + rank) ** 2))
+        step = _batch(num_rest + rank)
         for start in range(0, number, step):
             part = slice(start, start + step)
             blocks = self._diagonal_blocks(group, part, split, are_leaves)

@@ -57,12 +57,20 @@ class LayeredKernelParts:
             start = stop
 
     def _between(
-        self, first: LayerJacobian, left: slice, second: LayerJacobian, right: slice
+        self,
+        first: LayerJacobian,
+        left: slice,
+        second: LayerJacobian,
+        right: slice,
+        space: Tensor | None = None,
     ) -> Tensor:
-        """K between points of two chunks, (points, q, points, q)."""
-        q, dtype = self._root.num_rows, self._weights.dtype
+        """K between points of two chunks, (points, q, points, q); in ``space`` if it is given."""
+        q = self._root.num_rows
         shape = (q * (left.stop - left.start), q * (right.stop - right.start))
-        sums = torch.zeros(shape, dtype=dtype, device=self._root.device)
+        if space is None:
+            sums = self._weights.new_zeros(shape)
+        else:
+            sums = space.view(-1)[: shape[0] * shape[1]].view(shape).zero_()
         first.gram(left, second, right, self._weights, sums)
         return sums.view(q, -1, q, right.stop - right.start).permute(1, 0, 3, 2)
 
@@ -72,7 +80,7 @@ class LayeredKernelParts:
         by_point = out.view(first.stop - first.start, q, second.stop - second.start, q)
         for upper, left, above in self._pieces(first):
             for lower, right, beside in self._pieces(second):
-                by_point[above, :, beside] = self._between(upper, left, lower, right)
+                by_point[above, :, beside] = self._between(upper, left, lower, right, space)
 
     def batch_floats(self, num_rows: int, num_cols: int) -> int:
         """Blocks are computed one after the other."""

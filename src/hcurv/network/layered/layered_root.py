@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hcurv.layout import ParameterLayout
+from hcurv.network.group_blocks import mirror
 from hcurv.network.layered.layer_jacobian import LayerJacobian
 from hcurv.network.layered.layered_kernel import LayeredKernelParts
 from hcurv.network.layered.layered_pairs import LayeredPairTerms
@@ -138,10 +139,20 @@ class LayeredRoot(Root):
             left = chunk.columns(rows, points).flatten(1)
             right = left if symmetric else chunk.columns(cols, points).flatten(1)
             result.addmm_(left, right.T)
+            del left, right  # before those of the next points are made
         if symmetric:  # Both halves are the same to the last bit.
-            result = torch.triu(result)
-            result += torch.triu(result, 1).T
+            mirror(result)
         return result
+
+    def block_bytes(self, rows: Tensor, cols: Tensor, workspace: int) -> int:
+        """Columns at some points, and those of one parameter before they are put into place."""
+        symmetric = rows.numel() == cols.numel() and torch.equal(rows, cols)
+        num_points = max(
+            points.stop - points.start
+            for _, points in self._steps(rows.numel() + cols.numel(), workspace)
+        )
+        sets = 2 * rows.numel() if symmetric else rows.numel() + 2 * cols.numel()
+        return int(sets * self.num_rows * num_points * self.dtype.itemsize)
 
     def blocks(self, rows: Tensor, cols: Tensor, workspace: int) -> Tensor:
         """Batched products of columns."""
