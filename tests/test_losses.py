@@ -353,6 +353,33 @@ def test_saturated_probabilities_weigh_nothing(dtype: torch.dtype) -> None:
     assert bool(drawn.isfinite().all())
 
 
+SATURATED: dict[str, tuple[Loss, Tensor]] = {
+    "labels": (hcurv.losses.CrossEntropy(), torch.arange(4)),
+    "weights": (hcurv.losses.CrossEntropy(weight=positive(4)), torch.arange(4)),
+    "unit vectors": (hcurv.losses.CrossEntropy(), torch.eye(4)),
+    "wrong labels": (hcurv.losses.CrossEntropy(), torch.arange(4).flip(0)),
+    "ones": (hcurv.losses.BinaryCrossEntropy(), torch.eye(4)),
+    "weighted ones": (
+        hcurv.losses.BinaryCrossEntropy(positive(4), torch.tensor(3.0)),
+        torch.eye(4),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SATURATED)
+def test_gradients_keep_their_digits_where_a_network_is_certain(name: str) -> None:
+    """p − 1 has no digit left in single precision for p = 1 − 1e-9; its rows do."""
+    loss, targets = SATURATED[name]
+    outputs = 20.0 * torch.eye(4) + 0.1 * normal(4, 4).float() - 10.0 * (targets.ndim > 1)
+    for derivative in (
+        loss.gradient,
+        loss.hessian_sqrt,
+        lambda x, y: loss.sample_gradient(x, y, torch.Generator().manual_seed(0)),
+    ):
+        found, expected = derivative(outputs, targets), derivative(outputs.double(), targets)
+        assert torch.allclose(found.double(), expected, rtol=1e-4, atol=1e-30)
+
+
 @both_dtypes
 @pytest.mark.parametrize("name", [name for name in CONVEX if "label" not in name])
 def test_networks_have_the_matrix_of_torch_s_loss(name: str, dtype: torch.dtype) -> None:

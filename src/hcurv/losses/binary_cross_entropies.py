@@ -62,20 +62,19 @@ class BinaryCrossEntropy(ElementwiseLoss):
         return (slope * self._factors(outputs, targets)).sqrt_()
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Compute w·((p·y + 1 − y)·σ − p·y).
+        """Compute w·((1 − y)·σ − p·y·(1 − σ)), where 1 − σ is the sigmoid of minus the output.
 
         Examples:
             >>> outputs, targets = torch.zeros(1, 2), torch.tensor([[0.0, 1.0]])
             >>> hcurv.losses.BinaryCrossEntropy().gradient(outputs, targets)
             tensor([[ 0.5000, -0.5000]])
         """
-        factor = self._factors(outputs, targets)
-        positive = targets.to(outputs)
-        if self.weight is not None:
-            positive = positive * self.weight.to(outputs)
+        wanted = targets.to(outputs)
+        positive = wanted * torch.sigmoid(-outputs)
         if self.pos_weight is not None:
             positive = positive * self.pos_weight.to(outputs)
-        return factor * torch.sigmoid(outputs) - positive
+        result = (1 - wanted) * torch.sigmoid(outputs) - positive
+        return result if self.weight is None else result * self.weight.to(outputs)
 
     def sample_gradient(
         self, outputs: Tensor, targets: Tensor | None, generator: torch.Generator
@@ -90,7 +89,8 @@ class BinaryCrossEntropy(ElementwiseLoss):
         """
         chances = torch.sigmoid(outputs)
         draws = draw_uniform(outputs, outputs.shape, generator) < chances
-        return self._factors(outputs, targets).sqrt() * (chances - draws.to(outputs))
+        result = torch.where(draws, -torch.sigmoid(-outputs), chances)
+        return self._factors(outputs, targets).sqrt() * result
 
     def check_targets(self, outputs_shape: tuple[int, ...], targets: Tensor) -> None:
         """Targets must have the shape of the outputs and lie in [0, 1].

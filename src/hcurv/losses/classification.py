@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from hcurv.losses.loss import Loss, Reduction, draw_uniform
 
-__all__ = ["ClassificationLoss", "draw_labels"]
+__all__ = ["ClassificationLoss", "draw_labels", "split_largest"]
 
 
 class ClassificationLoss(Loss):
@@ -153,3 +153,13 @@ def draw_labels(chances: Tensor, generator: torch.Generator) -> Tensor:
     labels = (chances.cumsum(1) <= draws).sum(1, keepdim=True)
     # Rounding can leave the sum of all probabilities below the number that was drawn.
     return labels.clamp_(max=chances.shape[1] - 1)
+
+
+def split_largest(chances: Tensor) -> tuple[Tensor, Tensor]:
+    """The most probable class of each row of (b, C), and the sum of all others, both (b, 1).
+
+    The sum is 1 − p of that class. A subtraction would have no right digit where a network is
+    certain: in single precision, 1 − p is a multiple of 6e-8.
+    """
+    largest = chances.argmax(1, keepdim=True)
+    return largest, chances.scatter(1, largest, 0.0).sum(1, keepdim=True)

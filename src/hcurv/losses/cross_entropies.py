@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hcurv.losses.classification import ClassificationLoss, draw_labels
+from hcurv.losses.classification import ClassificationLoss, draw_labels, split_largest
 from hcurv.losses.loss import Reduction, check_same_shape
 
 __all__ = ["CrossEntropy", "NegativeLogLikelihood"]
@@ -72,7 +72,11 @@ class CrossEntropy(ClassificationLoss):
         scale = p.sqrt()
         if targets is not None:
             scale = scale * self._wanted(outputs, targets).sum(1, keepdim=True).sqrt()
-        return torch.diag_embed(scale) - scale[:, :, None] * p[:, None, :]
+        result = -scale[:, :, None] * p[:, None, :]
+        largest, others = split_largest(p)
+        complement = (1 - p).scatter_(1, largest, others)
+        result.diagonal(dim1=1, dim2=2).copy_(scale * complement)
+        return result
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Compute a·p − t, where t is the target distribution.
@@ -81,8 +85,13 @@ class CrossEntropy(ClassificationLoss):
             >>> hcurv.losses.CrossEntropy().gradient(torch.zeros(1, 2), torch.tensor([1]))
             tensor([[ 0.5000, -0.5000]])
         """
-        wanted = self._wanted(outputs, targets)
-        return wanted.sum(1, keepdim=True) * torch.softmax(outputs, dim=1) - wanted
+        wanted, p = self._wanted(outputs, targets), torch.softmax(outputs, dim=1)
+        mass = wanted.sum(1, keepdim=True)
+        # For the largest p the difference a·p − t cancels where a network is certain and right. It
+        # equals (a − t) − a·(1 − p), and both are sums over the other classes.
+        largest, others = split_largest(p)
+        unwanted = wanted.scatter(1, largest, 0.0).sum(1, keepdim=True)
+        return (mass * p - wanted).scatter_(1, largest, unwanted - mass * others)
 
     def sample_gradient(
         self, outputs: Tensor, targets: Tensor | None, generator: torch.Generator
@@ -97,7 +106,9 @@ class CrossEntropy(ClassificationLoss):
         """
         chances = torch.softmax(outputs, dim=1)
         labels = draw_labels(chances, generator)
-        result = chances.scatter_add(1, labels, -torch.ones_like(chances[:, :1]))
+        largest, others = split_largest(chances)
+        drawn = torch.where(labels == largest, -others, chances.gather(1, labels) - 1)
+        result = chances.scatter(1, labels, drawn)
         if targets is not None:
             result = result * self._wanted(outputs, targets).sum(1, keepdim=True).sqrt()
         return result
