@@ -322,11 +322,15 @@ def test_leaving_points_out_is_a_step_with_the_curvature_of_the_others(
     assert close(infl.leave_out([1, 4, 7, 7], queries), expected, 1e-6)
 
 
-def test_default_damping_is_a_tenth_of_the_mean_diagonal() -> None:
+def test_default_damping_is_a_multiple_of_the_mean_diagonal() -> None:
     model, loss, inputs, targets = problem = classifier()
     matrix = oracles.gauss_newton(model, lambda outputs: loss(outputs, targets), inputs)
-    expected = 0.1 * float(matrix.diagonal().mean())
+    mean = float(matrix.diagonal().mean())
+    kfac = hcurv.baselines.KFAC(model, loss, inputs)
+    rough = hcurv.influence(model, loss, (inputs, targets), curvature=kfac, check_damping=False)
+    assert rough.damping == pytest.approx(0.1 * mean, rel=1e-9)
     infl = hcurv.influence(model, loss, (inputs, targets), check_damping=False)
+    expected = 10 * mean
     assert infl.damping == pytest.approx(expected, rel=1e-9)
     queries = (inputs[:3], targets[:3])
     assert close(infl.scores(queries), dense_scores(problem, expected, queries))

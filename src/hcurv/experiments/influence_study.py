@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from hcurv.applications.damping_choice import rank_correlations
-from hcurv.experiments.datasets import digits, find_file, mnist
+from hcurv.experiments.datasets import digits, mnist
+from hcurv.experiments.uci import uci
 from hcurv.network.gauss_newton import GaussNewton
 
 __all__ = [
@@ -32,10 +32,13 @@ __all__ = [
     "lissa",
     "random_halves",
     "read_split",
+    "retrained",
     "train",
 ]
 
 _MOMENTUM = 0.9
+# Networks are trained this many at a time.
+_SIDE_BY_SIDE = 25
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Recipe:
     """A network, and how it is trained: stochastic gradients with momentum 0.9.
 
     Attributes:
-        data: "mnist", "digits" or "concrete".
+        data: "mnist", "digits", "concrete" or a classification of `hcurv.experiments.uci`.
         widths: the numbers of units of all layers.
         learning_rate: it is constant.
         weight_decay: λ; λ/2‖θ‖² is added to the mean loss.
@@ -84,6 +87,9 @@ RECIPES = {
     "concrete 8-128-128-128-1": Recipe(
         "concrete", (8, 128, 128, 128, 1), 0.03, 1e-3, 32, 60, 926, 103
     ),
+    "vehicle 18-64-32-4": Recipe("vehicle", (18, 64, 32, 4), 0.02, 0.0, 32, 40, 746, 100),
+    "waveform 21-64-32-3": Recipe("waveform", (21, 64, 32, 3), 0.02, 0.0, 32, 20, 900, 100),
+    "satellite 36-64-32-6": Recipe("satellite", (36, 64, 32, 6), 0.02, 0.0, 32, 20, 1500, 100),
     "digits 64-20-10": Recipe("digits", (64, 20, 10), 0.05, 1e-3, 64, 10, 300, 20),
 }
 
@@ -122,11 +128,12 @@ def read_split(recipe: Recipe, data: str | None) -> Split:
         inputs, targets = mnist(data)
         queries, answers = mnist(data, train=False)
     else:
-        inputs, targets = digits() if recipe.data == "digits" else _concrete(data)
+        inputs, targets = _table(recipe.data, data)
         order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))
         inputs, targets = inputs[order], targets[order]
-        if recipe.data == "concrete":
+        if recipe.data != "digits":
             inputs = _standardised(inputs, recipe.num_train)
+        if targets.is_floating_point():
             targets = _standardised(targets, recipe.num_train)
         queries, answers = inputs[recipe.num_train :], targets[recipe.num_train :]
     count, asked = recipe.num_train, recipe.num_test
@@ -138,10 +145,12 @@ def read_split(recipe: Recipe, data: str | None) -> Split:
     )
 
 
-def _concrete(data: str | None) -> tuple[Tensor, Tensor]:
-    """The strength of concrete (UCI): 8 features and a number."""
-    table = torch.from_numpy(np.loadtxt(find_file(data, "uci/concrete.data"))).float()
-    return table[:, :-1], table[:, -1:]
+def _table(name: str, data: str | None) -> tuple[Tensor, Tensor]:
+    """Features, and labels or values, in single precision."""
+    if name == "digits":
+        return digits()
+    inputs, targets = uci(name, data)
+    return inputs.float(), targets.float() if targets.is_floating_point() else targets
 
 
 def _standardised(values: Tensor, count: int) -> Tensor:
@@ -207,6 +216,19 @@ def _linear_layers(model: nn.Sequential) -> list[nn.Linear]:
 
 def _stacked(tensors: list[Tensor]) -> Tensor:
     return torch.stack([tensor.detach() for tensor in tensors]).contiguous().requires_grad_()
+
+
+def retrained(recipe: Recipe, split: Split, halves: Tensor, base: int) -> Tensor:
+    """The losses of all queries with networks that were trained on halves, (count, queries)."""
+    rows = []
+    for first in range(0, len(halves), _SIDE_BY_SIDE):
+        some = halves[first : first + _SIDE_BY_SIDE]
+        points = torch.stack([mask.nonzero().squeeze(1) for mask in some])
+        seeds = [base + first + i if base else 0 for i in range(len(some))]
+        for model in train(recipe, split, points, seeds):
+            with torch.no_grad():
+                rows.append(split.losses(model(split.queries), split.answers).double())
+    return torch.stack(rows)
 
 
 def random_halves(num_points: int, count: int, seed: int = 0) -> Tensor:

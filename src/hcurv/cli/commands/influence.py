@@ -68,7 +68,7 @@ def influence(
     damping: Annotated[
         float | None,
         typer.Option(
-            help="Added to the diagonal; the weight decay, if there was any. By default a tenth of"
+            help="Added to the diagonal; the weight decay, if there was any. By default ten times"
             " the mean diagonal entry.",
             show_default=False,
         ),

@@ -28,6 +28,7 @@ TableName: TypeAlias = Literal[
     "pruning",
     "training",
     "influence",
+    "influence-damping",
     "laplace",
     "all",
 ]

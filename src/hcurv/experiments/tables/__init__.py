@@ -5,6 +5,7 @@ from hcurv.experiments.tables import (
     complexity,
     cost_accuracy,
     influence,
+    influence_damping,
     laplace,
     memory,
     pruning,
@@ -28,6 +29,7 @@ TABLES: dict[str, Table] = {
         pruning.TABLE,
         training.TABLE,
         influence.TABLE,
+        influence_damping.TABLE,
         laplace.TABLE,
     )
 }
