@@ -18,10 +18,12 @@ from torch import Tensor
 
 from hcurv.damping import Damping, DeviceLike
 from hcurv.factorized import Factorized, NotFactorizableError, check_float_type, warn_of_accuracy
-from hcurv.linalg.block_conjugate_gradients import BlockResult, block_cg
+from hcurv.linalg.block_conjugate_gradients import BLOCK_COLUMNS, BlockResult, block_cg
 from hcurv.linalg.quadrature import Quadrature, preconditioned_quadrature
+from hcurv.memory import require_bytes
 from hcurv.network.factored_matrix import FactoredMatrix
 from hcurv.operators import PROBE_SEED, SymmetricOperator
+from hcurv.ranks import OneRank
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -38,6 +40,8 @@ _LOGDET_SHARE = 0.05
 # Solves aim at this share of the tolerance. Errors of single columns are estimated to a factor of
 # two or three, and rank correlations of influence scores fall below 0.999 with errors of 1e-2.
 _AIM = 0.3
+# While a block of columns is solved for, about this many blocks of vectors like it exist at a time.
+_BLOCK_VECTORS = 12
 # Iterations of a solve before it gives up with a warning.
 _MAX_ITERATIONS = 5000
 # A diagonal entry of the inverse is at least this share of what the stand-in says.
@@ -175,9 +179,29 @@ class IterativeFactorization(Factorized):
         factorized = self._stand_in.factorized
         return (factorized @ columns.to(factorized.dtype)).to(columns.dtype)
 
+    def _solve_floats(self, num_columns: int) -> int:
+        """Floats that a solve takes: the solutions, and the vectors of a block of columns."""
+        working = _BLOCK_VECTORS * min(num_columns, BLOCK_COLUMNS)
+        return (num_columns + working) * self.shape[0]
+
+    def _covariance_floats(self, num_rows: int) -> int:
+        return (
+            super()._covariance_floats(num_rows)
+            + self._solve_floats(num_rows)
+            - (num_rows * self.shape[0])
+        )
+
     def _matmat(self, rhs: Tensor) -> Tensor:
         if rhs.shape[1] == 0:
             return torch.zeros_like(rhs)
+        ranks = getattr(self._matrix, "ranks", OneRank())
+        with ranks.agreed():
+            require_bytes(
+                self._solve_floats(rhs.shape[1]) * self._matrix.dtype.itemsize,
+                self.device,
+                f"solving for {rhs.shape[1]} columns of {self.shape[0]} numbers",
+                ("solve for fewer columns at a time",),
+            )
         found = self.iterate(rhs)
         worst = max(float(found.residuals.max()), float(found.errors.max()))
         if not worst <= self._tolerance and self._may_warn:

@@ -24,13 +24,13 @@ from torch import Tensor
 
 from hcurv.linalg.nystrom import double_gram
 
-__all__ = ["BlockResult", "block_cg"]
+__all__ = ["BLOCK_COLUMNS", "BlockResult", "block_cg"]
 
 Product = Callable[[Tensor], Tensor]
 
 # More columns than this are solved one block after the other. Wider blocks need fewer iterations,
 # but their own work grows with the square of the width.
-_BLOCK_COLUMNS = 64
+BLOCK_COLUMNS = 64
 # Directions whose squared length, relative to the others, is below this many units of rounding
 # are dependent on them, and below this many need a second round to be made orthonormal.
 _DEPENDENT, _GRADED = 100.0, 1e5
@@ -95,8 +95,8 @@ def block_cg(
     residuals = torch.zeros(rhs.shape[1], dtype=torch.float64, device=rhs.device)
     errors = torch.zeros_like(residuals)
     total = 0
-    for first in range(0, rhs.shape[1], _BLOCK_COLUMNS):
-        part = slice(first, first + _BLOCK_COLUMNS)
+    for first in range(0, rhs.shape[1], BLOCK_COLUMNS):
+        part = slice(first, first + BLOCK_COLUMNS)
         run = _Block(product, precondition, rhs[:, part], solution[:, part], start is not None)
         run.iterate(tolerance, max_iterations)
         solution[:, part] = run.solution

@@ -43,6 +43,7 @@ class ChainBatches:
         num_points: the number of points.
         batch: the number of points of a batch, but for the last one.
         plan: what storing everything would take.
+        working_bytes: what a batch takes, with temporaries of making it.
     """
 
     def __init__(self, problem: Problem, workspace: int, max_batch: int = 512) -> None:
@@ -53,9 +54,13 @@ class ChainBatches:
         self._shape = (chain.network, chain.num_rows, chain.diagonal)
         network, num_rows, diagonal = self._shape
         few = plan_factors(network, _SAMPLE, num_rows, diagonal)
-        per_point = (few.num_floats + few.num_linear_floats) / _SAMPLE
-        self.batch = max(1, int(workspace / (2 * per_point * problem.dtype.itemsize)))
+        # Factors and linearisation share the inputs.
+        floats = (few.num_floats + few.num_linear_floats) / _SAMPLE - few.num_inputs
+        point_bytes = floats * problem.dtype.itemsize
+        self.batch = max(1, min(int(workspace / (2 * point_bytes)), max(1, self.num_points)))
         self._step = self.plan.batch_size(workspace, max_batch)
+        self.working_bytes = int(self.batch * point_bytes)
+        self.working_bytes += self.plan.working_bytes(workspace, max_batch)
         # Derivatives are checked for overflow in the first pass over the data.
         self._checked = False
 

@@ -71,7 +71,7 @@ def make_root(
             if problem.network is None and isinstance(batches, ChainBatches):
                 batches = _batches(problem, workspace)
                 full = _full_plan(batches, problem, workspace)
-            size, working = full.bytes_per_float, full.working_bytes
+            size, working = full.bytes_per_float, batches.working_bytes
             plan = MemoryPlan((), problem.num_points, size, working, note=why)
             require_bytes(
                 working,

@@ -287,8 +287,9 @@ class PointSum(Root):
 
     def _samples(self, inputs: Inputs, points: slice) -> Tensor:
         """The rows of the sampled targets of some points of this rank, (b, m, t, d)."""
-        outputs = self._problem.loss.split_outputs(self._problem.snapshot.outputs(inputs))
-        return self._problem.loss_rows(outputs, points).samples
+        with torch.no_grad():
+            outputs = self._problem.loss.split_outputs(self._problem.snapshot.outputs(inputs))
+            return self._problem.loss_rows(outputs, points).samples
 
     def _samples_shape(self) -> torch.Size:
         """The shape (t, d) of the outputs of a point, as the loss sees them."""

@@ -105,7 +105,8 @@ def peak_bytes(matrix: HMatrix, has_root: bool = True, keep: bool = True) -> int
     matrix's precision, and passes Schur complements (r, r) on in double precision. Some of its
     nodes are eliminated at a time, in double precision. What exists then are either three copies of
     their diagonal blocks, where rows are brought into order, or one of them, X, its Cholesky factor
-    and its inverse, each (m, m), and two of (m, r).
+    and its inverse, each (m, m), and two of (m, r). In double precision, the inverse and one of the
+    latter are what is stored.
     """
     held = peak = 0
     for number, split in enumerate(splits(matrix, has_root)):
@@ -114,9 +115,11 @@ def peak_bytes(matrix: HMatrix, has_root: bool = True, keep: bool = True) -> int
             stored = size * (size + rank) * matrix.dtype.itemsize if keep else 0
             held += count * (stored + rank**2 * 8)
             step = min(count, _batch(size + rank))
-            ordering = 3 * (size + rank) ** 2
-            eliminating = (size + rank) ** 2 + 3 * size**2 + 2 * size * rank
-            peak = max(peak, held + step * max(ordering, eliminating) * 8)
+            ordering = 3 * (size + rank) ** 2 * 8 - stored
+            eliminating = ((size + rank) ** 2 + 3 * size**2 + 2 * size * rank) * 8
+            if matrix.dtype == torch.float64:
+                eliminating -= stored
+            peak = max(peak, held + step * max(ordering, eliminating))
     return peak
 
 

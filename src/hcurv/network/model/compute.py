@@ -74,6 +74,12 @@ class ModelBatches:
             int(self.batch * per_point * size),
         )
 
+    @property
+    def working_bytes(self) -> int:
+        """What recomputing takes: a batch and the one before it, and temporaries of making it."""
+        stored = self.plan.stored_bytes / max(1, self.plan.num_points)
+        return int(2 * self.batch * stored) + self.plan.working_bytes
+
     def __iter__(self) -> Iterator[LayeredRoot]:
         """Read the data once, and yield the root of one batch after the other."""
         for chunk in self.chunks():
