@@ -34,6 +34,8 @@ __all__ = ["OneRank", "Ranks", "RanksError", "Traffic", "ranks_of"]
 
 # An error lists this many differences between ranks at the most.
 _MOST_DIFFERENCES = 4
+# Numbers are added up so many at a time.
+_SUMMED = 2**20
 
 
 class RanksError(RuntimeError):
@@ -450,7 +452,9 @@ def _bit_sum(arguments: dict[str, Tensor]) -> int:
             total = (total * 1_000_003 + number) % 2**61
         whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         bits = tensor.detach().contiguous().view(whole[tensor.element_size()])
-        total = (total + int(bits.sum(dtype=torch.int64))) % 2**61
+        # torch converts what it adds up, so that a whole tensor would take twice its memory again.
+        for part in bits.view(-1).split(_SUMMED):
+            total = (total + int(part.sum(dtype=torch.int64))) % 2**61
     return total
 
 

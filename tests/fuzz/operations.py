@@ -147,6 +147,7 @@ def gradient(made: Made, rng: random.Random) -> None:
     weights = truth.output_gradient.reshape(-1).abs()
     scale = float(size_of(weights @ truth.jacobian.abs()))
     scale += _own_rounding(made, lambda oracle: oracle.gradient)
+    scale += float(size_of(truth.gradient_rounding.sum(0))) / (10 * made.tolerance)
     check_close(found, truth.gradient, 10 * made.tolerance, "gradient", scale)
 
 
@@ -207,7 +208,8 @@ def point_gradients(made: Made, rng: random.Random) -> None:
         found = made.H.point_gradients(problem.data).to_dense()
     expected = truth.point_gradients / made.H.loss_scale
     rounding = _own_rounding(made, lambda oracle: oracle.point_gradients) / abs(made.H.loss_scale)
-    scale = float(size_of(expected)) + rounding
+    lost = float(size_of(truth.gradient_rounding)) / abs(made.H.loss_scale)
+    scale = float(size_of(expected)) + rounding + lost / (10 * made.tolerance)
     check_close(found, expected, 10 * made.tolerance, "point gradients", scale)
 
 

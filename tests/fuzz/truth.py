@@ -122,10 +122,26 @@ class Truth:
     @cached_property
     def output_gradient(self) -> Tensor:
         """The derivatives of the loss with respect to all outputs."""
+        return self._output_gradient(self.outputs)
+
+    def _output_gradient(self, outputs: Tensor) -> Tensor:
         with plain_state():
-            outputs = self.outputs.clone().requires_grad_()
+            outputs = outputs.clone().requires_grad_()
             (found,) = torch.autograd.grad(self.value(outputs, self.targets), outputs)
         return found
+
+    @cached_property
+    def gradient_rounding(self) -> Tensor:
+        """By how much rounding may change the gradients of points here, (n, N).
+
+        Where a network is certain, p − t cancels, and automatic differentiation has no digit left.
+        How large p and t are, the derivatives at outputs of zero tell.
+        """
+        terms = self._output_gradient(torch.zeros_like(self.outputs))
+        terms = torch.nan_to_num(terms, 0.0, 0.0, 0.0).abs().reshape(-1)[:, None]
+        weighted = terms * self.jacobian.abs()
+        sums = weighted.reshape(len(self.outputs), -1, self.size).sum(1)
+        return 30 * torch.finfo(torch.float64).eps * sums
 
     @cached_property
     def gradient(self) -> Tensor:

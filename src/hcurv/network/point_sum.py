@@ -126,11 +126,18 @@ class PointSum(Root):
     def _own_sum(
         self, part: Callable[[Root], Tensor], shape: tuple[int, ...], **same: Tensor
     ) -> Tensor:
-        """The sum of something over the points of this rank."""
+        """The sum of something over the points of this rank.
+
+        The first term is overwritten: ``part`` must give tensors that nothing else holds.
+        """
         with self._ranks.agreed(**same):
-            result = torch.zeros(shape, dtype=self._dtype, device=self.device)
+            result: Tensor | None = None
             for root in self._roots():
-                result += part(root)
+                term = part(root)
+                result = term if result is None else result.add_(term)
+                del term  # before that of the next batch is made
+            if result is None:
+                result = torch.zeros(shape, dtype=self._dtype, device=self.device)
         return result
 
     def _list(
@@ -195,7 +202,7 @@ class PointSum(Root):
         """The diagonal of SᵀS, (N,); it is kept, because it is asked for often."""
         if self._diagonal is None:
             shape = (self.layout.size,)
-            self._diagonal = self._sum(lambda root: root.diagonal(workspace), shape)
+            self._diagonal = self._sum(lambda root: root.diagonal(workspace).clone(), shape)
         return self._diagonal.clone()
 
     def block(self, rows: Tensor, cols: Tensor, workspace: int) -> Tensor:

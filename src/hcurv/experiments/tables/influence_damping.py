@@ -46,7 +46,7 @@ def rows(quick: bool) -> dict[str, Settings]:
     """One row for each problem."""
     if quick:
         return {"digits": {"problem": "digits 64-20-10", "num_halves": 6, "shares": [0.1, 10.0]}}
-    shares = [0.01, 0.1, 1.0, 3.0, 10.0, 30.0, 100.0]
+    shares = [0.1, 1.0, 3.0, 10.0, 30.0, 100.0]
     problems = {
         "vehicle 18-64-32-4": 100,
         "waveform 21-64-32-3": 100,
