@@ -47,6 +47,7 @@ FIGURES = tuple(path.stem for path in sorted((ROOT / "benchmarks" / "results").g
 def test_published_figures_are_those_of_the_committed_run(name: str) -> None:
     results = (ROOT / "benchmarks" / "results" / name).read_text()
     (shown,) = re.findall(rf"<!-- {name} -->\n```\n(.*?)```\n<!-- end -->", BENCHMARKS, re.DOTALL)
+    assert shown.strip()
     assert shown.strip() in results
 
 
