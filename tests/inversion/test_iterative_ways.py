@@ -307,3 +307,25 @@ def test_another_precision_solves_the_same_system(method: str) -> None:
     assert_close(single.inverse_diagonal(), truth.inverse.diagonal(), 10)
     with pytest.raises(ValueError, match="'meta' holds no values"):
         factorized.to("meta")
+
+
+def test_a_solve_without_memory_is_refused_before_it_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    H = small_network(20).operator()
+    solver = H.factorize(0.1, method="iterations")
+    columns = torch.ones(39, 5, dtype=H.dtype)
+    monkeypatch.setattr("hcurv.memory.available_bytes", lambda device: 1000)
+    with pytest.raises(hcurv.InsufficientMemoryError, match="solving for 5 columns of 39 numbers"):
+        solver.solve(columns)
+
+
+def test_builds_are_predicted_to_be_slow_where_many_eigenvalues_count() -> None:
+    model = nn.Sequential(nn.Linear(60, 30), nn.Tanh(), nn.Linear(30, 10))
+    H = hcurv.GaussNewton(model, nn.CrossEntropyLoss(), normal(500, 60).float())
+    largest = float(hcurv.eigsh(H, 1).values[0])
+    seconds = []
+    for ratio in (1e-1, 1e-6):
+        ways = H.factorize(ratio * largest, method="iterations").plan.ways
+        seconds.append(next(way.seconds for way in ways if way.name == "compressed"))
+    assert seconds[1] > 5 * seconds[0]
