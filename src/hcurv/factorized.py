@@ -71,6 +71,16 @@ class AccuracyWarning(UserWarning):
     """
 
 
+def _finite(covariances: Tensor) -> Tensor:
+    """Refuse covariances that leave the range of their type."""
+    if not bool(torch.isfinite(covariances).all()):
+        raise ValueError(
+            f"covariances J (A + D)⁻¹ Jᵀ overflow {covariances.dtype}: the rows J are too large for"
+            " this damping (use float64, smaller rows or a larger damping)"
+        )
+    return covariances
+
+
 def warn_of_accuracy(message: str) -> None:
     """Warn with an `AccuracyWarning` that points to the line of the user that led here."""
     warn_user(message, AccuracyWarning)
@@ -277,7 +287,7 @@ class Factorized(SymmetricOperator):
             raise ValueError(f"rows must be a tensor of shape (m, {self.shape[0]}); got {given}")
         check_dense(rows, "rows")
         solved = self.solve(rows.T.contiguous())
-        return torch.linalg.vecdot(rows, solved.T) if diagonal else rows @ solved
+        return _finite(torch.linalg.vecdot(rows, solved.T) if diagonal else rows @ solved)
 
     def point_covariances(self, rows: RowSource, progress: bool = False) -> Tensor:
         """J_i (A + D)⁻¹ J_iᵀ for the q rows of each point i: (n, q, q).
@@ -306,7 +316,7 @@ class Factorized(SymmetricOperator):
         )
         with torch.no_grad():
             parts = [self._covariances(chunk, q) for chunk in rows.chunks(step, progress)]
-        return torch.cat(parts)
+        return _finite(torch.cat(parts))
 
     def _check_rows(self, rows: RowSource) -> None:
         if not isinstance(rows, RowSource) or rows.shape[1] != self.shape[0]:

@@ -153,3 +153,12 @@ def test_bad_input_is_refused() -> None:
         operator.factorize(-1.0)
     with pytest.raises(ValueError, match=r"a tolerance of 1e-02 is beyond torch\.float32"):
         operator.factorize(1e-9 * operator.trace())
+
+
+def test_covariances_that_overflow_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2))
+    H = hcurv.GaussNewton(model, nn.CrossEntropyLoss(), normal(20, 3).float())
+    solver, rows = H.factorize(0.1), 1e25 * torch.ones(2, H.shape[0])
+    for diagonal in (True, False):
+        with pytest.raises(ValueError, match="overflow torch.float32: the rows J are too large"):
+            solver.quadratic(rows, diagonal=diagonal)
