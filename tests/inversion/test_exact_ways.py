@@ -160,5 +160,5 @@ def test_covariances_that_overflow_are_refused() -> None:
     H = hcurv.GaussNewton(model, nn.CrossEntropyLoss(), normal(20, 3).float())
     solver, rows = H.factorize(0.1), 1e25 * torch.ones(2, H.shape[0])
     for diagonal in (True, False):
-        with pytest.raises(ValueError, match="overflow torch.float32: the rows J are too large"):
+        with pytest.raises(ValueError, match="the rows J are too large"):
             solver.quadratic(rows, diagonal=diagonal)
