@@ -59,7 +59,8 @@ def require_representable(problem: Problem, root: Root, workspace: int) -> None:
     ):
         return
     inputs = problem.survey.largest or 1.0
-    guess = float(squares.max())
+    # The random signs may cancel, and diagonals may be lost, but hardly all of them.
+    guess = max(float(squares.max()), largest, float(norms.max()))
     is_large = inputs > 1 if largest != largest or least < guess < limits.max else guess > 1
     what, where = ("overflow", "large") if is_large else ("underflow", "small")
     raise ValueError(
