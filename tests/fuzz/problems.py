@@ -360,8 +360,8 @@ def make(problem: Problem) -> Made:
     scale = float(size_of(expected))
     if share > 0.1:
         scale += 3 / tolerance * float(size_of(rounding))
-    if "extreme scale" in problem.tags and "ce" in problem.tags:
-        # Where a probability rounds to 1, so does 1 − p to 0, in the truth as well.
+    if problem.tags & {"ce", "bce"}:
+        # Where a probability is near 1, the truth has few digits of 1 − p, or none.
         most = float(size_of(truth.jacobian)) ** 2 * abs(H.loss_scale)
         scale, rounding = max(scale, 1e-4 * most), rounding + 1e-13 * most
     check_close(dense, expected, tolerance, "dense matrix", scale)
