@@ -7,6 +7,8 @@ after the other.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +25,24 @@ __all__ = ["PerPointColumns"]
 
 # Points that are run at once.
 _CHUNK = 16
+
+
+@contextmanager
+def _levels_restored() -> Iterator[None]:
+    """Take back the levels of `torch.func` that an interruption has left.
+
+    An interruption between entering a level and the ``finally`` that leaves it would keep the level
+    for ever, and every later call of random numbers would fail.
+    """
+    functions = torch._C._functorch
+    depth = getattr(functions, "get_dynamic_layer_stack_depth", lambda: None)()
+    try:
+        yield
+    except BaseException:
+        undo = getattr(functions, "pop_dynamic_layer_stack_and_undo_to_depth", None)
+        if depth is not None and undo is not None:
+            undo(depth)
+        raise
 
 
 class PerPointColumns:
@@ -47,7 +67,7 @@ class PerPointColumns:
         weights = torch.stack([rows.row(number) for number in range(rows.num_rows)])  # (q, b, t, d)
         if self._vectorised:
             try:
-                with warnings.catch_warnings():
+                with warnings.catch_warnings(), _levels_restored():
                     # Functions that `vmap` runs in a loop are slow, which the user cannot change.
                     warnings.filterwarnings("ignore", message="There is a performance drop")
                     return self._vmapped(names, inputs, weights.transpose(0, 1))
