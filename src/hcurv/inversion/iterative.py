@@ -179,17 +179,12 @@ class IterativeFactorization(Factorized):
         factorized = self._stand_in.factorized
         return (factorized @ columns.to(factorized.dtype)).to(columns.dtype)
 
-    def _solve_floats(self, num_columns: int) -> int:
-        """Floats that a solve takes: the solutions, and the vectors of a block of columns."""
-        working = _BLOCK_VECTORS * min(num_columns, BLOCK_COLUMNS)
-        return (num_columns + working) * self.shape[0]
+    def _block_floats(self, num_columns: int) -> int:
+        """Floats that a solve takes beside the solutions: the vectors of a block of columns."""
+        return _BLOCK_VECTORS * min(num_columns, BLOCK_COLUMNS) * self.shape[0]
 
     def _covariance_floats(self, num_rows: int) -> int:
-        return (
-            super()._covariance_floats(num_rows)
-            + self._solve_floats(num_rows)
-            - (num_rows * self.shape[0])
-        )
+        return super()._covariance_floats(num_rows) + self._block_floats(num_rows)
 
     def _matmat(self, rhs: Tensor) -> Tensor:
         if rhs.shape[1] == 0:
@@ -197,7 +192,7 @@ class IterativeFactorization(Factorized):
         ranks = getattr(self._matrix, "ranks", OneRank())
         with ranks.agreed():
             require_bytes(
-                self._solve_floats(rhs.shape[1]) * self._matrix.dtype.itemsize,
+                (rhs.numel() + self._block_floats(rhs.shape[1])) * self._matrix.dtype.itemsize,
                 self.device,
                 f"solving for {rhs.shape[1]} columns of {self.shape[0]} numbers",
                 ("solve for fewer columns at a time",),

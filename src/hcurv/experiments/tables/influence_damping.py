@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 __all__ = ["TABLE"]
 
 _OURS, _RIVAL = "hcurv.influence", "EKFAC"
-_DEFAULTS = {_OURS: EXACT_SHARE, _RIVAL: APPROXIMATE_SHARE}
 _LOOKS = {_OURS: look_of("H.factorize"), _RIVAL: look_of(_RIVAL)}
 # Seeds of the initial weights of networks that are trained again start here.
 _FIRST_SEED = 1000
