@@ -324,8 +324,11 @@ def test_builds_are_predicted_to_be_slow_where_many_eigenvalues_count() -> None:
     model = nn.Sequential(nn.Linear(60, 30), nn.Tanh(), nn.Linear(30, 10))
     H = hcurv.GaussNewton(model, nn.CrossEntropyLoss(), normal(500, 60).float())
     largest = float(hcurv.eigsh(H, 1).values[0])
-    seconds = []
+    fewest = []
     for ratio in (1e-1, 1e-6):
-        ways = H.factorize(ratio * largest, method="iterations").plan.ways
-        seconds.append(next(way.seconds for way in ways if way.name == "compressed"))
-    assert seconds[1] > 5 * seconds[0]
+        predictions = []
+        for _ in range(3):  # the shortest, since the speeds that are measured for it are noisy
+            ways = H.factorize(ratio * largest, method="iterations").plan.ways
+            predictions.append(next(way.seconds for way in ways if way.name == "compressed"))
+        fewest.append(min(predictions))
+    assert fewest[1] > 5 * fewest[0]

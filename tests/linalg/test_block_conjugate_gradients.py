@@ -97,6 +97,37 @@ def test_residuals_are_those_of_the_solution(num_columns: int, dtype: torch.dtyp
         assert found.converged == (max_iterations == 200)
 
 
+def test_one_product_with_one_column_confirms_many_residuals() -> None:
+    system = System(400, 1e2, rhs=normal(400, 8, seed=2))
+    widths = []
+
+    def product(columns: Tensor) -> Tensor:
+        widths.append(columns.shape[1])
+        return system.matrix @ columns
+
+    found = block_cg(product, system.rhs, tolerance=1e-4)
+    system.check(found, 1e-4)
+    assert widths == [8] * found.num_iterations + [1]
+
+
+@pytest.mark.parametrize("drift", [1e-3, 1e-2])
+def test_residuals_that_drift_from_the_recursion_are_found(drift: float) -> None:
+    """The first products are wrong by this share, so that the recursion follows another matrix."""
+    system = System(condition=1e2, rhs=normal(60, 8, seed=2))
+    other = system.matrix + drift * torch.diag(normal(60).abs())
+    calls = 0
+
+    def product(columns: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return (other if calls <= 3 else system.matrix) @ columns
+
+    found = block_cg(product, system.rhs, tolerance=1e-4)
+    system.check(found, 1e-4)
+    allowed = 1e-5  # a tenth of the tolerance: what the random signs may have hidden
+    assert float((found.residuals - system.residuals(found.solution)).abs().max()) <= allowed
+
+
 @pairwise(tolerance=(1e-1, 1e-2, 1e-4), num_columns=(1, 4), condition=(1e2, 1e4))
 def test_estimated_errors_are_within_a_factor_of_three(
     num_columns: int, condition: float, tolerance: float

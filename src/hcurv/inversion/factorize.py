@@ -35,7 +35,7 @@ _QUICK, _PATIENCE = 1.0, 1.2
 # longer than the solves.
 _LOGDET_SECONDS, _LOGDET_PATIENCE, _LOGDET_MOST = 20.0, 10.0, 120.0
 # The first sketch has this many columns, and another doubles it.
-_FIRST_COLUMNS = 32
+_FIRST_COLUMNS = 16
 # A hierarchical preconditioner needs no more than this damped tolerance.
 _ROUGH = 0.3
 # Accuracies are measured on this many probes.

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from hcurv.linalg.nystrom import double_gram
+from hcurv.operators import PROBE_SEED
 
 __all__ = ["BLOCK_COLUMNS", "BlockResult", "block_cg"]
 
@@ -43,6 +44,12 @@ _MAX_RESTARTS = 20
 _GROWTH_POWER = -0.5
 # A restart that does not take the residual below this share of what it was is the last.
 _PROGRESS = 0.5
+# The recursion's residuals are believed if a sum of them with random signs differs from the true
+# one by less than this share of the tolerance. Signs that cancel nine tenths of a difference are
+# rare, and the rest, 30 % of the tolerance, is harmless.
+_DRIFT = 0.03
+# A product with one column takes about as long as with a few, so that the test pays from here on.
+_SEVERAL = 4
 # The error is estimated by what the last iterations changed, this share of all of them.
 _WINDOW_SHARE = 0.125
 # Changes that fall more slowly than by this share from one window to the next are taken to fall so.
@@ -55,7 +62,8 @@ class BlockResult:
 
     Attributes:
         solution: X, (N, k).
-        residuals: relative residuals ‖b − P x‖/‖b‖, computed from the solution, (k,).
+        residuals: relative residuals ‖b − P x‖/‖b‖, (k,): computed from the solution, or those of
+            the recursion where a product with a sum of the solutions confirms them.
         errors: estimates of the relative error ‖x − P⁻¹b‖_P/‖P⁻¹b‖_P, (k,).
         num_iterations: number of iterations, of all blocks together.
         converged: whether every column reached the tolerance, in both measures.
@@ -137,8 +145,8 @@ class _Block:
         for _ in range(_MAX_RESTARTS):
             before, earlier = self.residuals, self.solution.clone()
             gain = self._gain(residual)
-            self._run(residual, tolerance, max_iterations)
-            residual = self._rhs - self._product(self.solution)
+            recursive = self._run(residual, tolerance, max_iterations)
+            residual = self._true_residual(recursive, tolerance)
             self.residuals = _norms(residual) / self._safe
             # An iterate can have a larger residual than zero has, and yet a smaller error.
             spoilt = ~((self.residuals <= before.clamp(min=1.0)) | (self._gain(residual) > gain))
@@ -153,6 +161,21 @@ class _Block:
             if self.num_iterations >= max_iterations or not bool(gained.all()):
                 return
 
+    def _true_residual(self, recursive: Tensor | None, tolerance: float) -> Tensor:
+        """B − P X: what the recursion says that it is, if a product with one column confirms that.
+
+        For random signs w, the length of a sum D w of columns is ‖D‖_F in the mean square. So one
+        product shows how far the residuals of all columns are from the truth.
+        """
+        if recursive is not None and recursive.shape[1] >= _SEVERAL:
+            generator = torch.Generator().manual_seed(PROBE_SEED)
+            signs = 2 * torch.randint(0, 2, (recursive.shape[1], 1), generator=generator) - 1
+            mixing = (signs.to(self._safe) / self._safe[:, None]).to(recursive.dtype)
+            drift = (self._rhs - recursive) @ mixing - self._product(self.solution @ mixing)
+            if float(_norms(drift)) <= _DRIFT * tolerance:
+                return recursive
+        return self._rhs - self._product(self.solution)
+
     def _gain(self, residual: Tensor) -> Tensor:
         """‖P⁻¹b‖² − ‖x − P⁻¹b‖² in the norm of P, (k,), which is xᵀ(b + r).
 
@@ -163,8 +186,12 @@ class _Block:
         curvature = torch.linalg.vecdot(columns, rhs - residual.double(), dim=0)
         return torch.where(curvature >= 0, gain, -torch.inf)
 
-    def _run(self, residual: Tensor, tolerance: float, max_iterations: int) -> None:
-        """Iterate from a residual until the recursion reports convergence."""
+    def _run(self, residual: Tensor, tolerance: float, max_iterations: int) -> Tensor | None:
+        """Iterate from a residual until the recursion reports convergence.
+
+        Returns:
+            The residual that the recursion ends with, or None if it did not converge.
+        """
         basis, directions, mixing = self._orthonormal(residual)
         sizes = mixing.norm(dim=0)
         sizes, least = torch.where(sizes > 0, sizes, 1.0), 1.0
@@ -174,7 +201,7 @@ class _Block:
             curvature = double_gram(directions, image)
             factor, failed = torch.linalg.cholesky_ex((curvature + curvature.T) / 2)
             if int(failed) or not bool(torch.isfinite(factor).all()):
-                return  # dependent directions: start again from the true residual
+                return None  # dependent directions: start again from the true residual
             halves = torch.linalg.solve_triangular(factor, mixing, upper=False)
             steps = torch.linalg.solve_triangular(factor.T, halves, upper=True)
             inverse = torch.cholesky_inverse(factor).to(image.dtype)
@@ -188,12 +215,13 @@ class _Block:
             self._estimate_errors(lengths)
             worst = float((mixing.norm(dim=0) / sizes).max())
             if not worst <= growth * least:
-                return  # rounding has spoilt the recursion: start again from the true residual
+                return None  # rounding has spoilt the recursion: start again from the true residual
             least = min(least, worst)
             if bool((lengths <= tolerance * self._safe).all()) and bool(
                 (self.errors <= tolerance).all()
             ):
-                return
+                return basis @ mixing.to(basis.dtype)
+        return None
 
     def _estimate_errors(self, lengths: Tensor) -> None:
         """Estimate the squared error that is left from how fast the changes fall.

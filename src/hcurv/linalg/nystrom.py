@@ -31,6 +31,10 @@ _GRAM_FLOATS = 2**18
 _GRAM_ROWS = 256
 # A symmetric Gram matrix is computed in panels of this many rows, so that half of it is enough.
 _GRAM_PANEL = 128
+# Threads share one product of narrow matrices badly. Up to this width each multiplies pieces of
+# this many rows of its own: two threads then take up to four times less.
+_GRAM_NARROW = 64
+_GRAM_PIECE = 256
 # Eigenvalues of a Gram matrix that are this small, relative to the largest, count as zero.
 _DEPENDENT = 1e-13
 # If the squared pivots of a Cholesky factor differ by less than this ratio, the factor is accurate
@@ -121,16 +125,26 @@ def double_gram(left: Tensor, right: Tensor, ranks: OneRank = _ALONE) -> Tensor:
     width, symmetric = left.shape[1], left is right
     result = torch.zeros(width, right.shape[1], dtype=torch.float64, device=left.device)
     step = max(_GRAM_ROWS, _GRAM_FLOATS // max(1, width))
+    in_pieces = max(width, right.shape[1]) <= _GRAM_NARROW and torch.get_num_threads() > 1
     for first, second in zip(left.split(step), right.split(step), strict=True):
         rows = first.double()
-        if not symmetric:
+        if in_pieces:
+            result += _gram_in_pieces(rows, rows if symmetric else second.double())
+        elif not symmetric:
             result.addmm_(rows.T, second.double())
-            continue
-        for start in range(0, width, _GRAM_PANEL):
-            part = slice(start, start + _GRAM_PANEL)
-            result[part, start:].addmm_(rows[:, part].T, rows[:, start:])
+        else:
+            for start in range(0, width, _GRAM_PANEL):
+                part = slice(start, start + _GRAM_PANEL)
+                result[part, start:].addmm_(rows[:, part].T, rows[:, start:])
     result = result.triu_().add_(result.triu(1).T) if symmetric else result
     return ranks.sum(result) if ranks.size > 1 else result
+
+
+def _gram_in_pieces(left: Tensor, right: Tensor) -> Tensor:
+    """LeftᵀRight as a sum over pieces of the rows."""
+    whole = left.shape[0] // _GRAM_PIECE * _GRAM_PIECE
+    first, second = (one[:whole].unflatten(0, (-1, _GRAM_PIECE)) for one in (left, right))
+    return torch.bmm(first.mT, second).sum(0).addmm_(left[whole:].T, right[whole:])
 
 
 def leading(columns: Tensor, mixing: Tensor | None = None) -> tuple[Tensor, Tensor]:
