@@ -45,8 +45,8 @@ NUM_COLUMNS, NUM_CHECKED = 16, 64
 # Influence scores at this ratio are wanted with this rank correlation. Tolerances of ours and
 # relative residuals of conjugate gradients that may be enough for it.
 INFLUENCE_RATIO, INFLUENCE_CORRELATION = 1e-4, 0.99
-INFLUENCE_TOLERANCES = (3e-2, 1e-1, 3e-1)
-INFLUENCE_RESIDUALS = (3e-3, 1e-2, 3e-2, 1e-1)
+INFLUENCE_TOLERANCES = (3e-2, 5e-2, 7e-2, 1e-1, 0.15, 0.2, 0.3, 0.45, 0.6)
+INFLUENCE_RESIDUALS = (3e-3, 1e-2, 1.5e-2, 2e-2, 3e-2, 5e-2, 7e-2, 1e-1)
 # A dense truth in double precision is made of matrices up to this size.
 DENSE_SIZE = 5200
 # A rival is stopped when it has taken so many times as long as the default, but not before this
@@ -374,7 +374,7 @@ class Bench:
                     break
                 best = min(best, (seconds, tolerance, correlation))
             found.append(best[0])
-            print(f"  {name:8}{best[0]:8.3f} s at {best[1]:.0e}: {best[2]:.4f}", flush=True)
+            print(f"  {name:8}{best[0]:8.3f} s at {best[1]:g}: {best[2]:.4f}", flush=True)
         print(f"  ratio {found[1] / found[0]:.2f}", flush=True)
 
     @staticmethod
