@@ -11,6 +11,8 @@ from torch import Tensor, nn
 import hcurv
 from cases import CASES, DTYPES, NETWORKS, Case, labels, normal, pairwise, seeded
 from conformance import check_factorized
+from hcurv.inversion.sketch import Spectrum
+from hcurv.inversion.ways import CostModel
 
 EXACT = ("parameters", "samples")
 
@@ -141,6 +143,22 @@ def test_ways_that_do_not_fit_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> 
     assert "does not fit" in str(factorized.plan)
     with pytest.raises(hcurv.InsufficientMemoryError, match='with method="parameters"'):
         matrix.factorize(1e-2, method="parameters")
+
+
+def test_a_sketch_that_does_not_fit_is_replaced_by_a_narrower_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = seeded(lambda: nn.Sequential(nn.Linear(60, 30), nn.ReLU(), nn.Linear(30, 3)))
+    matrix = hcurv.GaussNewton(model, nn.CrossEntropyLoss(), normal(200, 60).float())
+    values = 10 ** (6 - torch.arange(64).double() / 8)
+    spectrum = Spectrum(values, 1.01 * float(values.sum()), size=600)
+    found = []
+    for free in (10**9, 2_400_000):
+        monkeypatch.setattr("hcurv.inversion.ways.available_bytes", lambda device, free=free: free)
+        costs = CostModel(matrix, 1923, torch.float32, 1e-2, seconds_per_column=1.0)
+        ways = costs.ways(spectrum, [16, 32, 64])
+        found += [(way.size, way.fits) for way in ways if way.name == "iterations"]
+    assert found == [(64, True), (32, True)]
 
 
 def test_bad_input_is_refused() -> None:

@@ -169,9 +169,10 @@ class CostModel:
         self._for_entries -= self._copies
 
     def ways(self, spectrum: Spectrum, ranks: list[int]) -> list[Way]:
-        """All ways, the fastest first; conjugate gradients with the best of the ranks."""
+        """All ways, the fastest first; conjugate gradients with the best rank that fits."""
         found = [self.parameters(spectrum), self.samples(spectrum)]
-        found.append(min((self.iterations(spectrum, r) for r in ranks), key=lambda w: w.seconds))
+        iterations = [self.iterations(spectrum, rank) for rank in ranks]
+        found.append(min(iterations, key=lambda way: (not way.fits, way.seconds)))
         found += [self.subset(spectrum), self.compressed(spectrum)]
         found.append(self.compressed_samples(spectrum))
         return sorted(found, key=lambda way: way.seconds)
