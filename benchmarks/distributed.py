@@ -8,7 +8,7 @@ recompute: classifier (c) on all training images of MNIST. Products, the diagona
 resnet: ResNet-8 on all training images of CIFAR-10, whose Jacobians no ordinary memory holds.
 ranks: classifier (c) again, on 1, 2 and 4 processes with one thread each, which share the points:
   times of products and of a compressed matrix, the peak of each process, and messages and bytes
-  beside the cost model of docs/scale.md.
+  beside the cost model of docs/scale.md. Each rank, also a single one, has 64 MB of workspace.
 limit: classifier (c) once more, with layer Jacobians in memory and a limit on the memory of each
   process (as by `ulimit -v`) that is too small for all of them: one rank refuses, four ranks make
   products and a compressed matrix.
@@ -49,7 +49,9 @@ TOLERANCE, ROUGH = 5e-2, 1e-1
 RANKS = (1, 2, 4)
 # A process of the part "limit" may use this share of the bytes that the factors of all points take,
 # beyond what it has before the matrix is made; with fewer points than this, other things decide.
-LIMIT_SHARE, LIMIT_POINTS, LIMIT_WORKSPACE = 0.7, 20_000, 2**26
+LIMIT_SHARE, LIMIT_POINTS = 0.7, 20_000
+# Temporary memory of one call on a rank, in bytes. Several ranks share the memory of a machine.
+WORKSPACE = 2**26
 
 
 def classifier(num_points: int, data: str | None) -> tuple[nn.Module, Tensor]:
@@ -248,7 +250,7 @@ def limited(arguments: argparse.Namespace) -> None:
             own,
             process_group=group,
             factors="memory",
-            workspace=LIMIT_WORKSPACE,
+            workspace=WORKSPACE,
         )
         vectors = torch.randn(H.shape[0], 16, generator=torch.Generator().manual_seed(0))
         found |= {"stored": H.nbytes, "product": _together(lambda: H @ vectors)}
@@ -280,7 +282,12 @@ def measure_rank(model: nn.Module, inputs: Tensor) -> dict[str, object]:
     count = len(inputs)
     own = inputs[count * number // size : count * (number + 1) // size].clone()
     H = hcurv.GaussNewton(
-        model, nn.CrossEntropyLoss(), own, process_group=distributed.group.WORLD, factors="memory"
+        model,
+        nn.CrossEntropyLoss(),
+        own,
+        process_group=distributed.group.WORLD,
+        factors="memory",
+        workspace=WORKSPACE,
     )
     found: dict[str, object] = {}
     traffic = {}
