@@ -10,6 +10,8 @@ G and measures the eigenvalues anew.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from functools import cached_property
 from typing import Literal
 
@@ -40,12 +42,12 @@ from hcurv.memory import require_bytes
 from hcurv.network.batches import Data
 from hcurv.network.forward_pass import verified
 from hcurv.network.model.snapshot import ForwardFunction
-from hcurv.network.problem import read_problem
+from hcurv.network.problem import Problem, read_problem
 from hcurv.network.tracing import UnsupportedModelError
 from hcurv.operators import SymmetricOperator
 from hcurv.residuals import warn_of_residual
 
-__all__ = ["KFAC"]
+__all__ = ["KFAC", "kfac_of_problem"]
 
 Structure = Literal["block-diagonal", "block-tridiagonal", "full"]
 
@@ -129,9 +131,26 @@ class KFAC(SymmetricOperator):
         if num_samples is not None:
             num_samples = check_count(num_samples, "num_samples")
         seed = check_seed(seed)
-        self.structure: Structure = structure
         with torch.no_grad():
             problem = verified(read_problem(model, loss, data, forward_fn=forward_fn))
+        passes = 2 if ekfac else 1
+        total = passes * problem.num_points
+        with torch.no_grad(), tqdm(total=total, unit="points", disable=not progress) as bar:
+            factors = self._measure(problem, structure, positions, num_samples, seed, bar.update)
+            if ekfac:
+                self._measure_eigenvalues(factors, bar.update)
+
+    def _measure(
+        self,
+        problem: Problem,
+        structure: Structure,
+        positions: Positions,
+        num_samples: int | None,
+        seed: int,
+        advance: Callable[[int], object],
+    ) -> ChainFactors | ModelFactors:
+        """Find the factors in one pass over the data; return what can make another one."""
+        self.structure: Structure = structure
         self._layout, self._dtype, self._device = problem.layout, problem.dtype, problem.device
         factors: ChainFactors | ModelFactors
         if problem.network is not None:
@@ -150,21 +169,21 @@ class KFAC(SymmetricOperator):
         reach = {"block-diagonal": 0, "block-tridiagonal": 1, "full": count}[structure]
         pairs = [(i, j) for i in range(count) for j in range(i, min(count, i + reach + 1))]
         self._require_memory(pairs)
-        passes = 2 if ekfac else 1
-        with (
-            torch.no_grad(),
-            tqdm(total=passes * problem.num_points, unit="points", disable=not progress) as bar,
-        ):
-            self.moments: Moments
-            self.moments, self._diagonals = factors.moments(pairs, bar.update)
-            self._eigenbases: list[tuple[KroneckerPair | Identity, Tensor]] | None = None
-            if ekfac:  # The same seed gives the same gradients again.
-                bases = eigenvectors(self.moments)
-                values = factors.eigenvalues(bases, bar.update)
-                self._eigenbases = [
-                    *zip(bases, values, strict=True),
-                    *((Identity(), diagonal) for diagonal in self._diagonals),
-                ]
+        self.moments: Moments
+        self.moments, self._diagonals = factors.moments(pairs, advance)
+        self._eigenbases: list[tuple[KroneckerPair | Identity, Tensor]] | None = None
+        return factors
+
+    def _measure_eigenvalues(
+        self, factors: ChainFactors | ModelFactors, advance: Callable[[int], object]
+    ) -> None:
+        """Become EKFAC by another pass. The same seed gives the same gradients again."""
+        bases = eigenvectors(self.moments)
+        values = factors.eigenvalues(bases, advance)
+        self._eigenbases = [
+            *zip(bases, values, strict=True),
+            *((Identity(), diagonal) for diagonal in self._diagonals),
+        ]
 
     def _require_memory(self, pairs: list[tuple[int, int]]) -> None:
         """Refuse factors that would not fit into free memory, before the data is read again."""
@@ -475,3 +494,20 @@ class KFAC(SymmetricOperator):
                 f" got numbers from {low} to {high} for the layer of '{name}'"
             )
         return low
+
+
+def kfac_of_problem(problem: Problem) -> tuple[KFAC, Callable[[], KFAC]]:
+    """K-FAC with the exact expectation, and what makes EKFAC of it by another pass.
+
+    Args:
+        problem: a model, a loss and data that were read, and verified, for another matrix.
+    """
+    found = KFAC.__new__(KFAC)
+    factors = found._measure(problem, "block-diagonal", "expand", None, 0, lambda count: None)
+
+    def with_eigenvalues() -> KFAC:
+        result = copy.copy(found)
+        result._measure_eigenvalues(factors, lambda count: None)
+        return result
+
+    return found, with_eigenvalues

@@ -14,7 +14,8 @@ from hcurv.factorized import Factorized, warn_of_accuracy
 from hcurv.hierarchical.compress import compress
 from hcurv.inversion.accuracy import Accuracy, measure_accuracy
 from hcurv.inversion.dense import DenseFactorization
-from hcurv.inversion.iterative import IterativeFactorization, StandIn
+from hcurv.inversion.iterative import AIM, IterativeFactorization, StandIn
+from hcurv.inversion.kronecker import kronecker_stand_in, promising_stand_in, try_out
 from hcurv.inversion.leverage import approximate_scores
 from hcurv.inversion.sample_space import SampleSpaceFactorization, dense_kernel_factorization
 from hcurv.inversion.sketch import GrowingSketch, Spectrum
@@ -22,6 +23,7 @@ from hcurv.inversion.ways import CostModel, InversionPlan, Way, WayName
 from hcurv.memory import require_bytes
 from hcurv.network.gauss_newton import GaussNewton
 from hcurv.network.kernel import TangentKernel
+from hcurv.network.problem import Problem
 from hcurv.network.random_draws import draw_points
 
 __all__ = ["factorize"]
@@ -49,12 +51,13 @@ _INNER_UNITS = 10
 
 def factorize(
     matrix: GaussNewton,
+    problem: Problem,
     damping: DampingLike,
     tolerance: float = 1e-2,
     method: str = "auto",
     seed: int = 0,
 ) -> Factorized:
-    """See `GaussNewton.factorize`."""
+    """See `GaussNewton.factorize`; ``problem`` is what the matrix was made of."""
     methods = ("auto", *get_args(WayName))
     if method not in methods:
         known = ", ".join(f'"{name}"' for name in methods)
@@ -64,14 +67,21 @@ def factorize(
     resolved = as_damping(damping, matrix.shape[0], matrix.layout)
     resolved.require_positive("H may be singular")
     with torch.no_grad():
-        return _Inversion(matrix, resolved, float(tolerance), seed).run(method)
+        return _Inversion(matrix, problem, resolved, float(tolerance), seed).run(method)
 
 
 class _Inversion:
     """The choice of a way, and what is known by then."""
 
-    def __init__(self, matrix: GaussNewton, damping: Damping, tolerance: float, seed: int) -> None:
-        self._matrix, self._damping = matrix, damping
+    def __init__(
+        self,
+        matrix: GaussNewton,
+        problem: Problem,
+        damping: Damping,
+        tolerance: float,
+        seed: int,
+    ) -> None:
+        self._matrix, self._problem, self._damping = matrix, problem, damping
         self._tolerance, self._seed = tolerance, seed
         diagonal = matrix.diagonal()
         self._rows = diagonal.nonzero().squeeze(1)
@@ -94,6 +104,8 @@ class _Inversion:
             tolerance,
             self._sketch.seconds_per_column,
         )
+        # EKFAC in place of H, and the way that it gives, once it was made.
+        self._kronecker: tuple[StandIn, Way] | None = None
 
     def _spectrum(self) -> Spectrum:
         size = min(self._rows.numel(), self._matrix.num_root_rows)
@@ -157,26 +169,60 @@ class _Inversion:
             ranks.append(rank)
         return ranks
 
+    def _ways(self, spectrum: Spectrum) -> list[Way]:
+        """All ways that are known, the fastest first."""
+        ways = self._costs.ways(spectrum, self._ranks())
+        if self._kronecker is not None:
+            ways.append(self._kronecker[1])
+        return sorted(ways, key=lambda way: way.seconds)
+
     def _choose(self) -> tuple[Way, list[Way], Spectrum]:
         """The fastest way. The sketch grows as long as a larger one is predicted to pay."""
+        has_tried = False
         while True:
             spectrum = self._spectrum()
-            ways = self._costs.ways(spectrum, self._ranks())
+            ways = self._ways(spectrum)
             fitting = [way for way in ways if way.fits]
             exact = next((way for way in fitting if way.name in _EXACT), None)
             fastest = next(iter(fitting), ways[0])
-            allowed = max(_QUICK, _PATIENCE * fastest.seconds)
-            if exact is not None and exact.seconds <= allowed:
-                return exact, ways, spectrum
-            if fastest.name != "iterations" or fastest.size <= self._sketch.width:
-                return fastest, ways, spectrum
+            chosen = fastest
+            if exact is not None and exact.seconds <= max(_QUICK, _PATIENCE * fastest.seconds):
+                chosen = exact
+            if not has_tried and chosen.seconds > _QUICK:
+                has_tried = True
+                self._try_kronecker(chosen.seconds)
+                continue
+            if chosen.name != "iterations" or chosen.size <= self._sketch.width:
+                return chosen, ways, spectrum
             self._sketch.grow(2 * self._sketch.width)
+
+    def _try_kronecker(self, seconds: float) -> None:
+        """Make EKFAC, if it may be faster than this, and see how it does."""
+        if self._matrix.ranks.size > 1:
+            return  # each rank knows the data of its own points alone
+        stand_in = promising_stand_in(
+            self._problem, self._damping, self._sketch, self._costs, seconds
+        )
+        if stand_in is not None:
+            self._keep_kronecker(stand_in)
+
+    def _keep_kronecker(self, stand_in: StandIn) -> None:
+        aim = AIM * self._tolerance
+        trial = try_out(self._matrix, self._damping, stand_in, aim, self._seed)
+        self._kronecker = stand_in, self._costs.kronecker(stand_in, trial)
 
     def _forced(self, method: str) -> tuple[Way, list[Way], Spectrum]:
         """The way that was asked for, if there is memory for it."""
+        if method == "kronecker":
+            if self._matrix.ranks.size > 1:
+                raise ValueError(
+                    'method="kronecker" needs the data of all points in one process; with a'
+                    ' process_group, use method="auto" or another one'
+                )
+            self._keep_kronecker(kronecker_stand_in(self._problem, self._damping))
         while True:
             spectrum = self._spectrum()
-            ways = self._costs.ways(spectrum, self._ranks())
+            ways = self._ways(spectrum)
             chosen = next(way for way in ways if way.name == method)
             if method != "iterations" or chosen.size <= self._sketch.width:
                 break
@@ -223,6 +269,9 @@ class _Inversion:
             stand_in = self._compressed(self._matrix, self._damping)
         elif way.name == "subset":
             stand_in = self._subset(way.size)
+        elif way.name == "kronecker":
+            assert self._kronecker is not None
+            stand_in = self._kronecker[0]
         else:
             stand_in = self._sketch.stand_in()
         precise = None if self._dtype == dtype else lambda: self._matrix.in_precision(self._dtype)

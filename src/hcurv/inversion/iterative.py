@@ -28,7 +28,7 @@ from hcurv.ranks import OneRank
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["IterativeFactorization", "StandIn", "estimate_diagonal"]
+__all__ = ["AIM", "IterativeFactorization", "StandIn", "estimate_diagonal"]
 
 # Log-determinants and diagonals of the inverse are estimated from this many probes at a time.
 _NUM_PROBES = 16
@@ -39,7 +39,7 @@ _MAX_PROBES = 128
 _LOGDET_SHARE = 0.05
 # Solves aim at this share of the tolerance. Errors of single columns are estimated to a factor of
 # two or three, and rank correlations of influence scores fall below 0.999 with errors of 1e-2.
-_AIM = 0.3
+AIM = 0.3
 # While a block of columns is solved for, about this many blocks of vectors like it exist at a time.
 _BLOCK_VECTORS = 12
 # Iterations of a solve before it gives up with a warning.
@@ -153,7 +153,7 @@ class IterativeFactorization(Factorized):
         H + D, but a residual by up to eps·λ₁/λ. So most right-hand sides reach the tolerance even
         where λ₁/λ is beyond 1/eps. Those that do not are finished in double precision.
         """
-        aim = _AIM * self._tolerance if tolerance is None else tolerance
+        aim = AIM * self._tolerance if tolerance is None else tolerance
         found = block_cg(
             self.product,
             rhs.to(self._matrix.dtype),

@@ -176,6 +176,12 @@ class GrowingSketch:
         values, _ = self._leading()
         return Spectrum(values[values > 0].double().cpu(), trace, max(1, num_nonzero))
 
+    def relative_error(self, other: SymmetricOperator) -> float:
+        """The error of another matrix in place of H, on the columns that are known."""
+        rows = self._roots[:, None]
+        wrong = self._image - rows * (other @ (rows * self._start))
+        return float(wrong.norm() / self._image.norm())
+
     def stand_in(self) -> StandIn:
         """The leading eigenpairs, and D for everything else."""
         values, vectors = self._leading()

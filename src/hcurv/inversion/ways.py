@@ -15,14 +15,22 @@ from typing import Literal, TypeAlias
 
 import torch
 
+from hcurv.inversion.iterative import StandIn
 from hcurv.inversion.sketch import Spectrum
 from hcurv.memory import available_bytes, format_bytes
 from hcurv.network.gauss_newton import GaussNewton
+from hcurv.network.reading import Network
 
-__all__ = ["CostModel", "InversionPlan", "Way", "WayName"]
+__all__ = ["CostModel", "InversionPlan", "Trial", "Way", "WayName"]
 
 WayName: TypeAlias = Literal[
-    "parameters", "samples", "iterations", "subset", "compressed", "compressed-samples"
+    "parameters",
+    "samples",
+    "iterations",
+    "kronecker",
+    "subset",
+    "compressed",
+    "compressed-samples",
 ]
 
 # A Cholesky factorization of a large matrix reaches about this share of the speed of a product,
@@ -43,6 +51,10 @@ _TAKEN_SHARE = 0.6
 _VECTOR_PASSES, _FLOATS_PER_SECOND = 24, 1e9
 # Work of the Nyström step for r columns, in flops over N·r². Half of it is in double precision.
 _NYSTROM_FLOPS = 20
+# The eigenvectors of a matrix of size d, in double precision, take as long as this many times d³
+# flops of a product in single precision, and a pass over the points at least as long as products
+# with this many columns.
+_EIGENVECTOR_FLOPS, _PASS_COLUMNS = 30, 4
 # A subset of points is given this many rows for each effective dimension, within these bounds. The
 # condition number with M rows was about 1 + 7·(10 d/M)² on a classifier of 4,978 parameters.
 _SUBSET_SHARE, _SUBSET_LEAST, _SUBSET_MOST = 10, 512, 12_000
@@ -65,9 +77,9 @@ class Way:
     Attributes:
         name: "parameters" (dense Cholesky factorization of H + D), "samples" (of I + S D⁻¹ Sᵀ), or
             conjugate gradients on the exact H, preconditioned by a low-rank sketch ("iterations"),
-            by a subset of the points, drawn by leverage scores and factorized in sample space
-            ("subset"), or by a hierarchical matrix, of H ("compressed") or of S D⁻¹ Sᵀ
-            ("compressed-samples").
+            by EKFAC ("kronecker"), by a subset of the points, drawn by leverage scores and
+            factorized in sample space ("subset"), or by a hierarchical matrix, of H ("compressed")
+            or of S D⁻¹ Sᵀ ("compressed-samples").
         size: the rank of the sketch, or the number of points of the subset; 0 for the others.
         seconds: predicted time of setting up and of solving for 16 right-hand sides.
         nbytes: memory that it takes.
@@ -88,6 +100,19 @@ class Way:
         if self.name == "iterations":
             return f"iterations, rank {self.size}"
         return f"subset, {self.size} points" if self.name == "subset" else self.name
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What was seen of a preconditioner.
+
+    Attributes:
+        num_iterations: the iterations that a solve needs, predicted from a few of them.
+        seconds: the time that it takes to apply it to the columns that plans are made for.
+    """
+
+    num_iterations: float
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -219,6 +244,29 @@ class CostModel:
         nbytes = size * (6 * NUM_COLUMNS + 4 * rank) * self._matrix.dtype.itemsize
         fits = nbytes <= self._most
         return Way("iterations", rank, seconds, nbytes, self._tolerance, fits)
+
+    def kronecker_seconds(self, network: Network) -> tuple[float, float]:
+        """Seconds for the factors of K-FAC, and for the eigenvalues of EKFAC after that."""
+        points = self._matrix.num_points
+        rows = self._matrix.num_root_rows / points
+        passing, eigenvectors = 0.0, 0.0
+        for layer in network.layers:
+            if layer.trainable:
+                units, inputs = layer.weight.shape
+                # Behind the last layer, many rows are those of a diagonal matrix.
+                width = 1 if units == rows else rows
+                passing += 2 * points * (inputs**2 + width * units**2)
+                eigenvectors += _EIGENVECTOR_FLOPS * (units**3 + inputs**3)
+        once = passing / (_FORMING_SPEED * self._speed) + _PASS_COLUMNS * self._column
+        return once, once + eigenvectors / self._speed
+
+    def kronecker(self, stand_in: StandIn, trial: Trial) -> Way:
+        """Conjugate gradients, preconditioned by EKFAC, which is made already."""
+        seconds = trial.num_iterations * (self._iteration() + trial.seconds)
+        floats = stand_in.factorized.num_stored + 6 * NUM_COLUMNS * self._matrix.shape[0]
+        nbytes = floats * self._matrix.dtype.itemsize
+        fits = nbytes <= self._most
+        return Way("kronecker", 0, seconds, nbytes, self._tolerance, fits)
 
     def subset(self, spectrum: Spectrum) -> Way:
         """Conjugate gradients, preconditioned by some of the points."""

@@ -307,6 +307,7 @@ class GaussNewton(FactoredMatrix):
             "parameters",
             "samples",
             "iterations",
+            "kronecker",
             "subset",
             "compressed",
             "compressed-samples",
@@ -323,8 +324,8 @@ class GaussNewton(FactoredMatrix):
                 until the residual and the estimated error of every solve are below it.
             method: "parameters" factorizes the dense H + D, and "samples" the dense I + S D⁻¹ Sᵀ,
                 which is smaller where n·q < N. The others differ in what preconditions conjugate
-                gradients: "iterations" a low-rank sketch, "subset" some of the points, drawn by
-                their leverage scores, "compressed" a hierarchical matrix of H, and
+                gradients: "iterations" a low-rank sketch, "kronecker" EKFAC, "subset" some of the
+                points, drawn by their leverage scores, "compressed" a hierarchical matrix of H, and
                 "compressed-samples" one of S D⁻¹ Sᵀ. "auto" chooses; ``print(F.plan)`` shows what
                 was weighed.
             seed: the seed of sketches and of draws.
@@ -356,7 +357,7 @@ class GaussNewton(FactoredMatrix):
         """
         from hcurv.inversion.factorize import factorize
 
-        return factorize(self, damping, tolerance, method, check_seed(seed))
+        return factorize(self, self._problem, damping, tolerance, method, check_seed(seed))
 
     def jacobian(self, inputs: Data) -> JacobianRows:
         """The Jacobian of the model's outputs at any inputs, as an operator (n·outputs, N).
