@@ -120,6 +120,53 @@ def test_each_request_takes_one_pass() -> None:
     assert H.num_passes == before  # it is kept
 
 
+def _convolutions() -> nn.Module:
+    """Convolutions whose columns are multiplied out, two rows of R at a time for many units."""
+    layers = (nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Conv2d(2, 90, 2), nn.Tanh(), nn.AvgPool2d(5))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(90, 5)).double()
+
+
+def test_columns_of_several_rows_are_multiplied_out_together() -> None:
+    model, inputs, targets = seeded(_convolutions), normal(7, 1, 8, 8), normal(7, 5)
+    H = hcurv.GaussNewton(model, nn.MSELoss(), (inputs, targets), factors="recompute")
+    chosen = torch.arange(0, H.shape[0], 7)
+    stacked = torch.autograd.functional.jacobian(
+        lambda *values: torch.func.functional_call(
+            model, dict(zip(dict(model.named_parameters()), values, strict=True)), inputs
+        ),
+        tuple(model.parameters()),
+    )
+    jacobian = torch.cat([part.flatten(2) for part in stacked], 2).flatten(0, 1)
+    expected = jacobian.T @ jacobian * 2 / targets.numel()
+    for _ in range(2):  # The second pass is not compared with automatic differentiation.
+        found = H.block(chosen, chosen)
+        assert torch.allclose(found, expected[chosen][:, chosen], rtol=1e-10, atol=1e-12)
+    assert torch.allclose(H.diagonal(), expected.diagonal(), rtol=1e-10, atol=1e-12)
+
+
+def test_the_first_pass_adds_up_the_diagonal() -> None:
+    model, inputs, targets = seeded(_convolutions), normal(7, 1, 8, 8), normal(7, 5)
+    stored, H = (
+        hcurv.GaussNewton(model, nn.MSELoss(), (inputs, targets), factors=factors)
+        for factors in ("memory", "recompute")
+    )
+    vector = normal(H.shape[0])
+    assert torch.allclose(H @ vector, stored @ vector, rtol=1e-10, atol=1e-13)
+    before = H.num_passes
+    assert torch.allclose(H.diagonal(), stored.diagonal(), rtol=1e-10, atol=1e-13)
+    assert H.num_passes == before
+
+
+def test_a_global_part_takes_two_passes_beside_the_diagonal() -> None:
+    model, inputs, targets = seeded(_convolutions), normal(40, 1, 8, 8), normal(40, 5)
+    H = hcurv.GaussNewton(model, nn.MSELoss(), (inputs, targets), factors="recompute")
+    H.diagonal()
+    before = H.num_passes
+    A = hcurv.compress(H, tolerance=0.3)
+    assert A.tree.depth == 0
+    assert H.num_passes - before <= 3  # S, Sᵀ and the first products
+
+
 def test_a_tree_is_built_in_about_as_many_passes_as_it_has_levels() -> None:
     model = seeded(lambda: nn.Sequential(nn.Linear(24, 3), nn.Tanh(), nn.Linear(3, 24))).double()
     inputs = normal(30, 24)

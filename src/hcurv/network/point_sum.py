@@ -55,6 +55,7 @@ class PointSum(Root):
         self._like, self._batches, self._shard, self._ranks = like, batches, shard, ranks
         self._problem, self._read_size, self._workspace = problem, read_size, workspace
         self._dtype = like.dtype if dtype is None else dtype
+        self._own_diagonal: Tensor | None = None  # of this rank's points
         self._diagonal: Tensor | None = None
 
     @property
@@ -112,10 +113,25 @@ class PointSum(Root):
         """Those of any points."""
         return self._like.kernel_flops
 
-    def _roots(self) -> Iterator[Root]:
-        """The points of this rank, batch by batch: one pass over the data, if recomputed."""
-        for root in self._batches:
-            yield root.to(self._dtype) if root.dtype != self._dtype else root
+    def _roots(self, with_diagonal: bool = False) -> Iterator[Root]:
+        """The points of this rank, batch by batch: one pass over the data, if recomputed.
+
+        The first pass over recomputed points adds up the diagonal as well, if that costs less than
+        the pass that it would take later.
+
+        Args:
+            with_diagonal: add up the diagonal whatever it costs.
+        """
+        is_wanted = with_diagonal or (self.is_recomputed and self._own_diagonal is None)
+        diagonal = torch.zeros(self.layout.size, dtype=self._dtype, device=self.device)
+        for batch in self._batches:
+            root = batch.to(self._dtype) if batch.dtype != self._dtype else batch
+            is_wanted = is_wanted and (with_diagonal or root.has_quick_diagonal)
+            if is_wanted:
+                diagonal += root.diagonal(self._workspace)
+            yield root
+        if is_wanted:
+            self._own_diagonal = diagonal
 
     def _sum(
         self, part: Callable[[Root], Tensor], shape: tuple[int, ...], **same: Tensor
@@ -201,8 +217,12 @@ class PointSum(Root):
     def diagonal(self, workspace: int) -> Tensor:
         """The diagonal of SᵀS, (N,); it is kept, because it is asked for often."""
         if self._diagonal is None:
-            shape = (self.layout.size,)
-            self._diagonal = self._sum(lambda root: root.diagonal(workspace).clone(), shape)
+            with self._ranks.agreed():
+                if self._own_diagonal is None:
+                    for _ in self._roots(with_diagonal=True):
+                        pass
+                assert self._own_diagonal is not None
+            self._diagonal = self._ranks.sum(self._own_diagonal.clone())
         return self._diagonal.clone()
 
     def block(self, rows: Tensor, cols: Tensor, workspace: int) -> Tensor:
