@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hcurv.layout import ParameterLayout
+from hcurv.network.model.compute import ModelBatches
 from hcurv.network.model_inputs import Inputs, map_inputs, num_points, split_inputs, tensors_of
 from hcurv.network.problem import Problem
 from hcurv.network.root import KernelParts, PairTerms, Root
@@ -147,13 +148,17 @@ class PointSum(Root):
         The first term is overwritten: ``part`` must give tensors that nothing else holds.
         """
         with self._ranks.agreed(**same):
-            result: Tensor | None = None
-            for root in self._roots():
-                term = part(root)
-                result = term if result is None else result.add_(term)
-                del term  # before that of the next batch is made
-            if result is None:
-                result = torch.zeros(shape, dtype=self._dtype, device=self.device)
+            return self._total(part, shape)
+
+    def _total(self, part: Callable[[Root], Tensor], shape: tuple[int, ...]) -> Tensor:
+        """The same, without an agreement of the ranks."""
+        result: Tensor | None = None
+        for root in self._roots():
+            term = part(root)
+            result = term if result is None else result.add_(term)
+            del term  # before that of the next batch is made
+        if result is None:
+            result = torch.zeros(shape, dtype=self._dtype, device=self.device)
         return result
 
     def _list(
@@ -178,12 +183,17 @@ class PointSum(Root):
 
     def product(self, rhs: Tensor, workspace: int) -> Tensor:
         """SᵀS times (N, k): all columns in one pass."""
-        return self._sum(lambda root: root.product(rhs, workspace), tuple(rhs.shape), vectors=rhs)
+        return self._ranks.sum(self.partial_product(rhs, workspace))
 
     def partial_product(self, rhs: Tensor, workspace: int) -> Tensor:
         """The term of this rank's points in SᵀS, times (N, k)."""
-        shape = tuple(rhs.shape)
-        return self._own_sum(lambda root: root.product(rhs, workspace), shape, vectors=rhs)
+        found: Tensor | None = None
+        with self._ranks.agreed(vectors=rhs):
+            if isinstance(self._batches, ModelBatches) and self._dtype == self._like.dtype:
+                found = self._batches.product(rhs)
+            if found is None:
+                found = self._total(lambda root: root.product(rhs, workspace), tuple(rhs.shape))
+        return found
 
     def partial_blocks(self, rows: Tensor, cols: Tensor, workspace: int) -> Tensor:
         """Many blocks of the term of this rank's points in SᵀS."""

@@ -23,6 +23,7 @@ from hcurv.network.loss_rows import LossRows
 from hcurv.network.model.autograd_graph import Graph, read_graph
 from hcurv.network.model.graph_batch import BatchUses, GraphBatch, Reading, Signature
 from hcurv.network.model.independence import require_independent, require_own_derivatives
+from hcurv.network.model.linearised_passes import LinearisedPasses
 from hcurv.network.model.per_point import PerPointColumns
 from hcurv.network.model.point_rows import RowOrder
 from hcurv.network.model.snapshot import ModelSnapshot
@@ -104,6 +105,18 @@ class ModelReader:
             self._read(self._record(inputs, LossRows.random))
             reading = batch.plan(self._unruly, self._trusted)
         return BatchUses(batch, reading, self._per_point)
+
+    @torch.no_grad()
+    def passes(self, inputs: Inputs, points: slice) -> LinearisedPasses:
+        """Linearised passes at some points that were read before.
+
+        Args:
+            inputs: the inputs of these points.
+            points: the range of these points in the data.
+        """
+        outputs = self.forward(inputs)
+        rows = self._make_rows(outputs.detach(), points)
+        return LinearisedPasses(self._snapshot, self._loss, inputs, outputs, rows)
 
     def _record_points(self, inputs: Inputs, points: slice, verified: bool = False) -> GraphBatch:
         """Run the model on points of the data, and make sure that it treats them independently."""
