@@ -34,6 +34,7 @@ class MultipliedColumns:
         start: the number of the first entry.
     """
 
+    @torch.no_grad()
     def __init__(
         self, size: int, uses: list[OrderedUse], batch: BatchShape, start: int = 0
     ) -> None:
@@ -58,11 +59,13 @@ class MultipliedColumns:
         """Floats of temporary memory, about."""
         return sum(group.working_floats for group in self._groups)
 
+    @torch.no_grad()
     def add(self, row: int, gradients: Gradients) -> None:
         """Take one row of R: derivatives with respect to the results of all nodes."""
         for group in self._groups:
             group.add(row, gradients)
 
+    @torch.no_grad()
     def finish(self) -> Tensor:
         """The columns, (b, q, p)."""
         return drop_tiny(self._values)
