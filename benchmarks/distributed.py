@@ -5,7 +5,8 @@ make bench BENCH=distributed DATA=…  [PARTS="recompute ranks --points 2000"]
 recompute: classifier (c) on all training images of MNIST. Products, the diagonal and a compressed
   matrix, with layer Jacobians in memory and recomputed at each call, alternating in one process;
   then each of the two in a process of its own, for its peak of memory.
-resnet: ResNet-8 on all training images of CIFAR-10, whose Jacobians no ordinary memory holds.
+resnet: ResNet-8 on all training images of CIFAR-10, whose Jacobians no ordinary memory holds. The
+  first pass adds up the diagonal as well; a single column takes a linearised pass.
 ranks: classifier (c) again, on 1, 2 and 4 processes with one thread each, which share the points:
   times of products and of a compressed matrix, the peak of each process, and messages and bytes
   beside the cost model of docs/scale.md. Each rank, also a single one, has 64 MB of workspace.
@@ -162,8 +163,14 @@ def resnet(arguments: argparse.Namespace) -> None:
         f" {format_bytes(whole)}"
     )
     columns = torch.randn(H.shape[0], 16, generator=torch.Generator().manual_seed(0))
-    print(f"  product, 16 columns      {seconds(lambda: H @ columns):8.1f} s", flush=True)
-    print(f"  diagonal                 {seconds(H.diagonal):8.1f} s", flush=True)
+    requests: dict[str, Callable[[], object]] = {
+        "product, 16 columns": lambda: H @ columns,
+        "diagonal": H.diagonal,
+        "product, 1 column": lambda: H @ columns[:, :1],
+    }
+    for name, request in requests.items():
+        passes, took = H.num_passes, seconds(request)
+        print(f"  {name:<24} {took:8.1f} s   {H.num_passes - passes} passes", flush=True)
     passes, start = H.num_passes, time.perf_counter()
     A = hcurv.compress(H, tolerance=ROUGH)
     took = time.perf_counter() - start

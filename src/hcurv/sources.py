@@ -279,7 +279,9 @@ def as_source(matrix: EntrySource | Tensor) -> EntrySource:
     """Check that ``matrix`` can be compressed: square, real, symmetric, finite, diagonal ≥ 0.
 
     Every entry of a dense tensor is checked. Of any other source, the diagonal, some blocks and
-    some products are compared with each other, and everything that it returns later is checked.
+    some products are compared with each other, and everything that it returns later is checked. A
+    SᵀS of this package is one by its form, and to read its entries may take a pass over much data,
+    so that only its diagonal is looked at.
 
     Raises:
         TypeError: ``matrix`` is neither a tensor nor offers the `EntrySource` protocol.
@@ -298,6 +300,9 @@ def as_source(matrix: EntrySource | Tensor) -> EntrySource:
         is_plain = _is_ours(matrix) or ranks_behind(matrix).size > 1
         checked: EntrySource = matrix if is_plain else _checked(matrix)
         _check_shape(tuple(checked.shape), checked.dtype, "the matrix")
+        if _is_ours(matrix) and isinstance(matrix, RootedSource):
+            _check_diagonal(matrix.diagonal(), matrix.shape[0])
+            return matrix
         _check_spot(checked)
         if isinstance(checked, CheckedSource):
             compare_parts(checked)

@@ -59,6 +59,11 @@ def dense(count: int = B, seed: int = 0) -> tuple[LayerJacobian, Tensor]:
     return DenseJacobian(values), values
 
 
+def dense_by_point(count: int = B, seed: int = 0) -> tuple[LayerJacobian, Tensor]:
+    values = normal(count, Q, 9, seed=seed).permute(2, 1, 0)
+    return DenseJacobian(values), values
+
+
 def zero(count: int = B, seed: int = 0) -> tuple[LayerJacobian, Tensor]:
     expected = torch.zeros(4, Q, count).double()
     return ZeroJacobian(4, Q, expected[0, 0]), expected
@@ -81,6 +86,7 @@ FORMS: dict[str, Callable[..., tuple[LayerJacobian, Tensor]]] = {
     "positions, by input": lambda *args: positions(True, *args),
     "look-up": look_up,
     "dense": dense,
+    "dense, point by point": dense_by_point,
     "zero": zero,
     "stacked": stacked,
 }
@@ -124,6 +130,8 @@ def check_jacobian(jacobian: LayerJacobian, expected: Tensor, rounding: float = 
         assert_close(jacobian.apply_transposed(values), found, rounding)
         strided = values.permute(2, 1, 0).contiguous().permute(2, 1, 0)
         assert_close(jacobian.apply_transposed(strided), found, rounding)
+    ready = jacobian.multiplied(20, 2**20)
+    assert_close(ready.columns(index, slice(0, count)), expected[index], rounding)
     assert_close(jacobian.square_sums(), expected.square().sum((1, 2)), rounding)
     norms = jacobian.point_norms()
     assert norms.dtype == torch.float64

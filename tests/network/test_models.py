@@ -15,7 +15,7 @@ import hcurv
 import oracles
 from cases import assert_close, both_dtypes, labels, normal, seeded
 from conformance import check_operator
-from hcurv.network.model.per_point import PerPointColumns, _levels_restored
+from hcurv.network.model.per_point import PerPointColumns, levels_restored
 from models import LAYERS, VECTORS, Call, ModelCase, all_layers, parameter
 from odd_models import ODD, all_odd
 
@@ -294,7 +294,7 @@ def test_the_slope_of_prelu_is_shared_by_all_units(outputs: int) -> None:
 
 def test_an_interruption_leaves_no_level_of_vmap_behind() -> None:
     def enter_a_level() -> None:
-        with _levels_restored():
+        with levels_restored():
             torch._C._functorch._vmap_increment_nesting(3, "error")
             raise KeyboardInterrupt  # before the level would be left
 

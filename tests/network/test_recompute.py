@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import hcurv
 from cases import CASES, normal, seeded
 from every_request import PROBLEMS, ask_everything
+from hcurv.network.layered.stacked_jacobian import StackedJacobian
 from oracles import gauss_newton
 from peak_memory import peak_beyond_result
 
@@ -118,6 +119,124 @@ def test_each_request_takes_one_pass() -> None:
     before = H.num_passes
     H.diagonal()
     assert H.num_passes == before  # it is kept
+
+
+def _convolutions() -> nn.Module:
+    """Convolutions whose columns are multiplied out, two rows of R at a time for many units."""
+    layers = (nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Conv2d(2, 90, 2), nn.Tanh(), nn.AvgPool2d(5))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(90, 5)).double()
+
+
+def test_columns_of_several_rows_are_multiplied_out_together() -> None:
+    model, inputs, targets = seeded(_convolutions), normal(7, 1, 8, 8), normal(7, 5)
+    H = hcurv.GaussNewton(model, nn.MSELoss(), (inputs, targets), factors="recompute")
+    chosen = torch.arange(0, H.shape[0], 7)
+    stacked = torch.autograd.functional.jacobian(
+        lambda *values: torch.func.functional_call(
+            model, dict(zip(dict(model.named_parameters()), values, strict=True)), inputs
+        ),
+        tuple(model.parameters()),
+    )
+    jacobian = torch.cat([part.flatten(2) for part in stacked], 2).flatten(0, 1)
+    expected = jacobian.T @ jacobian * 2 / targets.numel()
+    for _ in range(2):  # The second pass is not compared with automatic differentiation.
+        found = H.block(chosen, chosen)
+        assert torch.allclose(found, expected[chosen][:, chosen], rtol=1e-10, atol=1e-12)
+    assert torch.allclose(H.diagonal(), expected.diagonal(), rtol=1e-10, atol=1e-12)
+
+
+def test_the_first_pass_adds_up_the_diagonal() -> None:
+    model, inputs, targets = seeded(_convolutions), normal(7, 1, 8, 8), normal(7, 5)
+    stored, H = (
+        hcurv.GaussNewton(model, nn.MSELoss(), (inputs, targets), factors=factors)
+        for factors in ("memory", "recompute")
+    )
+    vector = normal(H.shape[0])
+    assert torch.allclose(H @ vector, stored @ vector, rtol=1e-10, atol=1e-13)
+    before = H.num_passes
+    assert torch.allclose(H.diagonal(), stored.diagonal(), rtol=1e-10, atol=1e-13)
+    assert H.num_passes == before
+
+
+@pytest.mark.parametrize("choice", [{}, {"num_samples": 6}, {"fisher": "empirical"}], ids=str)
+@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.CrossEntropyLoss()], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_few_columns_are_multiplied_without_reading_rows(
+    choice: dict[str, Any], loss: nn.Module, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs = seeded(_convolutions).to(dtype), normal(7, 1, 8, 8).to(dtype)
+    is_regression = isinstance(loss, nn.MSELoss)
+    targets = normal(7, 5).to(dtype) if is_regression else torch.arange(7) % 5
+    H = hcurv.GaussNewton(model, loss, (inputs, targets), factors="recompute", **choice)
+    vectors = normal(H.shape[0], 2).to(dtype)
+    expected, before = H @ vectors, H.num_passes
+    if choice.get("fisher") != "empirical":  # One row is read faster.
+        monkeypatch.setattr(StackedJacobian, "apply", _refused)
+    found = H @ vectors
+    assert H.num_passes == before + 1
+    tolerance = 100 * torch.finfo(dtype).eps
+    assert float((found - expected).norm()) <= tolerance * float(expected.norm())
+
+
+def _refused(*_: object) -> None:
+    raise AssertionError("rows of S were read")
+
+
+class _Cubes(torch.autograd.Function):
+    """x³, without a forward derivative, or with a wrong one."""
+
+    forward_factor: float | None = None
+
+    @staticmethod
+    def forward(values: Tensor) -> Tensor:
+        return values**3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0] ** 2 * gradient
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        if _Cubes.forward_factor is None:
+            raise NotImplementedError
+        return _Cubes.forward_factor * ctx.saved_tensors[0] ** 2 * tangent
+
+
+class _Cubic(nn.Module):
+    def forward(self, values: Tensor) -> Tensor:
+        result: Tensor = _Cubes.apply(values)
+        return result
+
+
+@pytest.mark.parametrize("factor", [None, 2.0, 3.0])
+def test_models_without_right_forward_derivatives_are_read(
+    factor: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Cubes, "forward_factor", factor)
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 6), _Cubic(), nn.Linear(6, 3))).double()
+    data = (normal(9, 4), normal(9, 3))
+    stored, H = (
+        hcurv.GaussNewton(model, nn.MSELoss(), data, factors=factors)
+        for factors in ("memory", "recompute")
+    )
+    vector = normal(H.shape[0])
+    for _ in range(3):
+        assert torch.allclose(H @ vector, stored @ vector, rtol=1e-10, atol=1e-12)
+
+
+def test_a_global_part_takes_two_passes_beside_the_diagonal() -> None:
+    model, inputs, targets = seeded(_convolutions), normal(40, 1, 8, 8), normal(40, 5)
+    H = hcurv.GaussNewton(model, nn.MSELoss(), (inputs, targets), factors="recompute")
+    H.diagonal()
+    before = H.num_passes
+    A = hcurv.compress(H, tolerance=0.3)
+    assert A.tree.depth == 0
+    assert H.num_passes - before <= 3  # S, Sᵀ and the first products
 
 
 def test_a_tree_is_built_in_about_as_many_passes_as_it_has_levels() -> None:

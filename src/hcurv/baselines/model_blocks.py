@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from hcurv.layout import ParameterLayout, layer_of
-from hcurv.network.model.builders import Gradients, OrderedUse, by_point
 from hcurv.network.model.contributions import DirectUse, LinearUse
 from hcurv.network.model.graph_batch import BatchUses
+from hcurv.network.model.ordered_uses import Gradients, OrderedUse, by_point
 
 __all__ = ["DiagonalBlock", "EntryMatrix", "LinearBlock", "find_blocks", "linear_groups"]
 

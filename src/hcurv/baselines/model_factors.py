@@ -26,8 +26,9 @@ from hcurv.baselines.model_blocks import DiagonalBlock, LinearBlock, find_blocks
 from hcurv.network.jacobians.contractions import without_tiny
 from hcurv.network.layered.layer_jacobian import LayerJacobian
 from hcurv.network.loss_rows import RowChoice
-from hcurv.network.model.builders import Gradients, OrderedUse, make_builder
+from hcurv.network.model.builders import make_builder
 from hcurv.network.model.graph_batch import BatchUses
+from hcurv.network.model.ordered_uses import Gradients, OrderedUse
 from hcurv.network.model.reader import ModelReader
 from hcurv.network.model_inputs import map_inputs, num_points, split_inputs
 from hcurv.network.problem import Problem

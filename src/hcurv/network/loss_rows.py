@@ -151,6 +151,15 @@ class LossRows:
             result[:, position, own] = root[:, own]
         return result
 
+    def weigh(self, values: Tensor) -> Tensor:
+        """R_i times values in the shape of the outputs, (b, t, d): (b, q)."""
+        if self._samples is not None:
+            return torch.einsum("bmtd,btd->bm", self.samples, values)
+        by_row = values.reshape(self._root.shape[0], -1)
+        if self._root.ndim == 2:
+            return (by_row * self._root).view(len(values), -1)
+        return torch.bmm(self._root, by_row[:, :, None]).view(len(values), -1)
+
     def combine(self, weights: Tensor) -> Tensor:
         """Σ_a weights[i, a] R_i[a], in the shape of the outputs, (b, t, d)."""
         if self._samples is not None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hcurv.layout import ParameterLayout
+from hcurv.network.model.compute import ModelBatches
 from hcurv.network.model_inputs import Inputs, map_inputs, num_points, split_inputs, tensors_of
 from hcurv.network.problem import Problem
 from hcurv.network.root import KernelParts, PairTerms, Root
@@ -55,6 +56,7 @@ class PointSum(Root):
         self._like, self._batches, self._shard, self._ranks = like, batches, shard, ranks
         self._problem, self._read_size, self._workspace = problem, read_size, workspace
         self._dtype = like.dtype if dtype is None else dtype
+        self._own_diagonal: Tensor | None = None  # of this rank's points
         self._diagonal: Tensor | None = None
 
     @property
@@ -112,10 +114,25 @@ class PointSum(Root):
         """Those of any points."""
         return self._like.kernel_flops
 
-    def _roots(self) -> Iterator[Root]:
-        """The points of this rank, batch by batch: one pass over the data, if recomputed."""
-        for root in self._batches:
-            yield root.to(self._dtype) if root.dtype != self._dtype else root
+    def _roots(self, with_diagonal: bool = False) -> Iterator[Root]:
+        """The points of this rank, batch by batch: one pass over the data, if recomputed.
+
+        The first pass over recomputed points adds up the diagonal as well, if that costs less than
+        the pass that it would take later.
+
+        Args:
+            with_diagonal: add up the diagonal whatever it costs.
+        """
+        is_wanted = with_diagonal or (self.is_recomputed and self._own_diagonal is None)
+        diagonal = torch.zeros(self.layout.size, dtype=self._dtype, device=self.device)
+        for batch in self._batches:
+            root = batch.to(self._dtype) if batch.dtype != self._dtype else batch
+            is_wanted = is_wanted and (with_diagonal or root.has_quick_diagonal)
+            if is_wanted:
+                diagonal += root.diagonal(self._workspace)
+            yield root
+        if is_wanted:
+            self._own_diagonal = diagonal
 
     def _sum(
         self, part: Callable[[Root], Tensor], shape: tuple[int, ...], **same: Tensor
@@ -131,13 +148,17 @@ class PointSum(Root):
         The first term is overwritten: ``part`` must give tensors that nothing else holds.
         """
         with self._ranks.agreed(**same):
-            result: Tensor | None = None
-            for root in self._roots():
-                term = part(root)
-                result = term if result is None else result.add_(term)
-                del term  # before that of the next batch is made
-            if result is None:
-                result = torch.zeros(shape, dtype=self._dtype, device=self.device)
+            return self._total(part, shape)
+
+    def _total(self, part: Callable[[Root], Tensor], shape: tuple[int, ...]) -> Tensor:
+        """The same, without an agreement of the ranks."""
+        result: Tensor | None = None
+        for root in self._roots():
+            term = part(root)
+            result = term if result is None else result.add_(term)
+            del term  # before that of the next batch is made
+        if result is None:
+            result = torch.zeros(shape, dtype=self._dtype, device=self.device)
         return result
 
     def _list(
@@ -162,12 +183,17 @@ class PointSum(Root):
 
     def product(self, rhs: Tensor, workspace: int) -> Tensor:
         """SᵀS times (N, k): all columns in one pass."""
-        return self._sum(lambda root: root.product(rhs, workspace), tuple(rhs.shape), vectors=rhs)
+        return self._ranks.sum(self.partial_product(rhs, workspace))
 
     def partial_product(self, rhs: Tensor, workspace: int) -> Tensor:
         """The term of this rank's points in SᵀS, times (N, k)."""
-        shape = tuple(rhs.shape)
-        return self._own_sum(lambda root: root.product(rhs, workspace), shape, vectors=rhs)
+        found: Tensor | None = None
+        with self._ranks.agreed(vectors=rhs):
+            if isinstance(self._batches, ModelBatches) and self._dtype == self._like.dtype:
+                found = self._batches.product(rhs)
+            if found is None:
+                found = self._total(lambda root: root.product(rhs, workspace), tuple(rhs.shape))
+        return found
 
     def partial_blocks(self, rows: Tensor, cols: Tensor, workspace: int) -> Tensor:
         """Many blocks of the term of this rank's points in SᵀS."""
@@ -201,8 +227,12 @@ class PointSum(Root):
     def diagonal(self, workspace: int) -> Tensor:
         """The diagonal of SᵀS, (N,); it is kept, because it is asked for often."""
         if self._diagonal is None:
-            shape = (self.layout.size,)
-            self._diagonal = self._sum(lambda root: root.diagonal(workspace).clone(), shape)
+            with self._ranks.agreed():
+                if self._own_diagonal is None:
+                    for _ in self._roots(with_diagonal=True):
+                        pass
+                assert self._own_diagonal is not None
+            self._diagonal = self._ranks.sum(self._own_diagonal.clone())
         return self._diagonal.clone()
 
     def block(self, rows: Tensor, cols: Tensor, workspace: int) -> Tensor:

@@ -118,6 +118,11 @@ class Root(ABC):
         """Flops for each entry of a dense kernel, for predictions of time."""
 
     @property
+    def has_quick_diagonal(self) -> bool:
+        """Whether the diagonal costs less than making the root."""
+        return False
+
+    @property
     def ranks(self) -> OneRank:
         """The processes that have the points; this one alone, as a rule."""
         return _ALONE

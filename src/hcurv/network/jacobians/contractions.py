@@ -11,6 +11,7 @@ from torch.nn.functional import hardshrink
 __all__ = [
     "FEW_COLUMNS",
     "contract",
+    "drop_tiny",
     "expand",
     "normalised",
     "project",
@@ -83,4 +84,14 @@ def without_tiny(values: Tensor) -> Tensor:
     Such values cannot change a diagonal entry, and arithmetic on subnormal numbers is a hundred
     times slower on common processors. The flat ends of softplus and dark pixels produce many.
     """
-    return hardshrink(values, math.sqrt(torch.finfo(values.dtype).tiny))
+    return hardshrink(values, _least(values))
+
+
+def drop_tiny(values: Tensor) -> Tensor:
+    """The same in place; returns ``values``."""
+    torch.ops.aten.hardshrink.out(values, _least(values), out=values)
+    return values
+
+
+def _least(values: Tensor) -> float:
+    return math.sqrt(torch.finfo(values.dtype).tiny)

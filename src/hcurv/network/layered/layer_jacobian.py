@@ -161,6 +161,19 @@ class LayerJacobian(ABC):
     def to(self, dtype: torch.dtype) -> LayerJacobian:
         """The same columns in another precision."""
 
+    def multiplied(self, num_columns: int, max_floats: int) -> LayerJacobian:
+        """The same columns, multiplied out where two products are faster with them.
+
+        Args:
+            num_columns: the number of columns that S, and then Sᵀ, is to be multiplied by.
+            max_floats: floats that may be taken for it.
+        """
+        return self
+
+    def for_entries(self) -> LayerJacobian:
+        """The same columns, in the order in memory in which entries are read fastest."""
+        return self
+
     @property
     def num_floats(self) -> int:
         """The number of floats that are stored."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from hcurv.network.layered.dense_jacobian import DenseJacobian
 from hcurv.network.layered.layer_jacobian import (
     PANEL_FLOATS,
     TILE_POINTS,
@@ -121,6 +122,24 @@ class PositionJacobian(LinearJacobian):
         """Multiplied out, some units at a time."""
         for index, found in self._multiplied(points):
             yield Panel(index, found.permute(2, 1, 0).contiguous())
+
+    def square_sums(self) -> Tensor:
+        """Multiplied out, some units at a time."""
+        result = self._factors.new_empty(self.num_parameters)
+        for index, found in self._multiplied(slice(0, self.num_points)):
+            result[index] = found.square().sum((0, 1))
+        return result
+
+    def multiplied(self, num_columns: int, max_floats: int) -> LayerJacobian:
+        """One product for each point, where there is room for the result."""
+        floats = self.num_parameters * self.num_rows * self.num_points
+        if self._shape.by_input or floats > max_floats:
+            return self
+        if not self._is_faster_multiplied(num_columns):
+            return self
+        found = torch.bmm(self._factors.flatten(1, 2), self._inputs.mT)
+        by_point = found.view(self.num_points, self.num_rows, self.num_parameters)
+        return DenseJacobian(by_point.permute(2, 1, 0))
 
     def _is_faster_multiplied(self, num_columns: int) -> bool:
         """Whether a product takes fewer flops with columns that are multiplied out for it."""

@@ -123,6 +123,19 @@ class StackedJacobian(LayerJacobian):
         """The rows of some points, scaled."""
         return StackedJacobian([part.select(points, scale) for part in self.parts])
 
+    def multiplied(self, num_columns: int, max_floats: int) -> StackedJacobian:
+        """As many parts as there is room for."""
+        ready: list[LayerJacobian] = []
+        for part in self.parts:
+            ready.append(part.multiplied(num_columns, max_floats))
+            if ready[-1] is not part:
+                max_floats -= ready[-1].num_floats
+        return StackedJacobian(ready)
+
+    def for_entries(self) -> StackedJacobian:
+        """The same parts, each in its order."""
+        return StackedJacobian([part.for_entries() for part in self.parts])
+
     def to(self, dtype: torch.dtype) -> StackedJacobian:
         """The same columns in another precision."""
         return StackedJacobian([part.to(dtype) for part in self.parts])

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from hcurv.network.jacobians.contractions import without_tiny
 from hcurv.network.layered.dense_jacobian import DenseJacobian
@@ -16,41 +14,25 @@ from hcurv.network.layered.lookup_jacobian import LookupJacobian
 from hcurv.network.layered.plain_jacobian import PlainJacobian
 from hcurv.network.layered.position_jacobian import PositionJacobian
 from hcurv.network.layered.stacked_jacobian import StackedJacobian
-from hcurv.network.model.contributions import Contribution, DirectUse, LinearUse, LookupUse
+from hcurv.network.model.contributions import LinearUse, LookupUse
+from hcurv.network.model.multiplied_columns import MultipliedColumns
+from hcurv.network.model.ordered_uses import BatchShape, Gradients, OrderedUse, by_point
 from hcurv.network.model.point_rows import RowOrder
 
-__all__ = ["BatchShape", "Builder", "Gradients", "OrderedUse", "by_point", "make_builder"]
+__all__ = ["Builder", "make_builder"]
 
 # Multiplied out, a layer needs fewer flops for a product wherever there are more positions than
 # rows of R. So it may take this much more memory than positions do.
 _DENSE_ALLOWANCE = 1.2
 
-Gradients: TypeAlias = Callable[[Any], Tensor | None]
-
-
-class BatchShape(NamedTuple):
-    """The sizes of a batch.
-
-    Attributes:
-        num_points: b.
-        num_rows: q.
-        like: a tensor of the wanted type and device.
-    """
-
-    num_points: int
-    num_rows: int
-    like: Tensor
-
-
-class OrderedUse(NamedTuple):
-    """A contribution, and how its rows are ordered."""
-
-    use: Contribution
-    order: RowOrder
-
 
 class Builder(ABC):
     """Collects the columns of some parameters."""
+
+    @property
+    def working_floats(self) -> int:
+        """Floats of temporary memory, about, beside what is collected."""
+        return 0
 
     @abstractmethod
     def add(self, row: int, gradients: Gradients) -> None:
@@ -135,19 +117,6 @@ def _linear_form(start: int, uses: list[OrderedUse]) -> LinearShape | None:
     return forms.pop() if len(forms) == 1 else None
 
 
-def by_point(ordered: OrderedUse, rows: Tensor, num_points: int) -> Tensor:
-    """Rows (R, d, L) as (b, d, T), with all positions of a point side by side."""
-    table = ordered.order.by_point(rows, num_points)  # (b, R/b, d, L)
-    return table.transpose(1, 2).flatten(2)
-
-
-def _inputs_by_point(ordered: OrderedUse, num_points: int) -> Tensor | None:
-    """The inputs x of a linear use, (b, T, d_in)."""
-    if not isinstance(ordered.use, LinearUse):
-        return None
-    return by_point(ordered, ordered.use.inputs, num_points).mT
-
-
 class _LinearBuilder(Builder):
     """Factors C and inputs x, for one position or several."""
 
@@ -216,85 +185,20 @@ class _DenseBuilder(Builder):
     def __init__(
         self, size: int, uses: list[OrderedUse], batch: BatchShape, start: int = 0
     ) -> None:
-        self._values = batch.like.new_zeros(size, batch.num_rows, batch.num_points)
-        self._groups = [_SameEntries(members, batch.num_points) for members in _alike(uses)]
-        everything = torch.arange(size)
-        places = [group.entries.reshape(-1) - start for group in self._groups]
-        self._places = [None if torch.equal(place, everything) else place for place in places]
+        self._columns = MultipliedColumns(size, uses, batch, start)
+
+    @property
+    def working_floats(self) -> int:
+        """What multiplying out takes."""
+        return self._columns.working_floats
 
     def add(self, row: int, gradients: Gradients) -> None:
         """Columns of one row."""
-        for group, places in zip(self._groups, self._places, strict=True):
-            found = group.columns(gradients)
-            if found is None:
-                continue
-            found = without_tiny(found)
-            if places is None:
-                self._values[:, row] += found.T
-            else:
-                self._values[:, row].index_add_(0, places.to(found.device), found.T)
+        self._columns.add(row, gradients)
 
     def finish(self) -> LayerJacobian:
         """Dense."""
-        return DenseJacobian(self._values)
-
-
-def _alike(uses: list[OrderedUse]) -> list[list[OrderedUse]]:
-    """Uses of one kind that see the same entries in the same order, together."""
-    result: list[list[OrderedUse]] = []
-    for ordered in uses:
-        for group in result:
-            first = group[0].use
-            if type(first) is type(ordered.use) and torch.equal(first.entries, ordered.use.entries):
-                group.append(ordered)
-                break
-        else:
-            result.append([ordered])
-    return result
-
-
-class _SameEntries:
-    """What uses of the same entries contribute together, such as the steps of a recurrent layer."""
-
-    def __init__(self, uses: list[OrderedUse], num_points: int) -> None:
-        self._uses, self._count = uses, num_points
-        self.entries = uses[0].use.entries
-        self._inputs = [_inputs_by_point(ordered, num_points) for ordered in uses]
-
-    def columns(self, gradients: Gradients) -> Tensor | None:
-        """Columns of one row of R, (b, entries); None if they are zero."""
-        factors: list[Tensor] = []
-        inputs: list[Tensor] = []
-        total: Tensor | None = None
-        for ordered, own in zip(self._uses, self._inputs, strict=True):
-            gradient = gradients(ordered.use.node)
-            if gradient is None:
-                continue
-            if isinstance(ordered.use, LinearUse):
-                assert own is not None
-                factors.append(by_point(ordered, ordered.use.factors(gradient), self._count))
-                inputs.append(own)
-                continue
-            found = self._direct(ordered, gradient)
-            total = found if total is None else total + found
-        if factors:
-            # One product over the positions of all uses.
-            return torch.bmm(torch.cat(factors, 2), torch.cat(inputs, 1)).flatten(1)
-        return total
-
-    def _direct(self, ordered: OrderedUse, gradient: Tensor) -> Tensor:
-        """What a use contributes that is no product, (b, entries)."""
-        use, count = ordered.use, self._count
-        if isinstance(use, LookupUse):
-            rows = ordered.order.by_point(use.factors(gradient), count)  # (b, T, d)
-            places = ordered.order.by_point(use.places, count)
-            height = len(use.entries)
-            shift = height * torch.arange(count, device=places.device)[:, None]
-            result = rows.new_zeros(count * height, rows.shape[2])
-            result.index_add_(0, (places + shift).reshape(-1), rows.flatten(0, 1))
-            return result.view(count, -1)
-        assert isinstance(use, DirectUse)
-        return ordered.order.by_point(use.gradients(gradient), count).sum(1)
+        return DenseJacobian(self._columns.finish().permute(2, 1, 0))
 
 
 class _ZeroBuilder(Builder):
@@ -317,6 +221,11 @@ class _StackedBuilder(Builder):
 
     def __init__(self, parts: list[Builder]) -> None:
         self._parts = parts
+
+    @property
+    def working_floats(self) -> int:
+        """Those of all of them."""
+        return sum(part.working_floats for part in self._parts)
 
     def add(self, row: int, gradients: Gradients) -> None:
         """Each of them."""

@@ -19,9 +19,10 @@ from hcurv.network.layered.layer_jacobian import LayerJacobian
 from hcurv.network.layered.stacked_jacobian import StackedJacobian
 from hcurv.network.loss_rows import LossRows
 from hcurv.network.model.autograd_graph import Graph
-from hcurv.network.model.builders import BatchShape, Gradients, OrderedUse, make_builder
+from hcurv.network.model.builders import make_builder
 from hcurv.network.model.contributions import Contribution, DirectUse, LinearUse
 from hcurv.network.model.differentiate import differentiate
+from hcurv.network.model.ordered_uses import BatchShape, Gradients, OrderedUse
 from hcurv.network.model.per_point import PerPointColumns
 from hcurv.network.model.point_rows import Probe, RowOrder, find_orders, halves
 from hcurv.network.model.rules import contributions_of
@@ -61,6 +62,9 @@ class GraphBatch:
         outputs: their outputs, with a graph, (b, t, d).
         rows: the rows of R_i.
         graph: all uses of trainable parameters in it.
+
+    Attributes:
+        working_floats: floats of temporary memory that `read` took, about.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class GraphBatch:
     ) -> None:
         self._inputs, self._outputs, self._rows = inputs, outputs, rows
         self._graph_number = graph.number
+        self.working_floats = 0
         self._parameters = snapshot.trainable
         like = next(iter(self._parameters.values())).detach()
         self._shape = BatchShape(num_points(inputs), rows.num_rows, like)
@@ -131,8 +136,8 @@ class GraphBatch:
         positions = use.inputs.shape[2] if isinstance(use, LinearUse) else 1
         return (type(use).__name__, rows, positions, tuple(use.entries.shape))
 
-    def working_floats(self, reading: Reading) -> int:
-        """Floats of temporary memory, about: results, derivatives, inputs, one row of columns."""
+    def _graph_floats(self, reading: Reading) -> int:
+        """Floats of temporary memory of a graph, about: results, derivatives and inputs."""
         every = [ordered for uses in reading.uses.values() for ordered in uses]
         if not every:
             return 0
@@ -144,10 +149,7 @@ class GraphBatch:
         # Normalised inputs, and those of products, which are copied if positions are rows.
         floats += sum(sizes[node] for node in sizes.keys() - {use.node for use in linear})
         floats += sum((2 if use.num_rows > count else 1) * use.inputs.numel() for use in linear)
-        # One row of columns, where they are multiplied out.
-        plain = {id(use) for use in linear if use.num_rows * use.inputs.shape[2] == count}
-        widths = [use.entries.numel() for use, _ in every if id(use) not in plain]
-        return floats + count * max(widths, default=0)
+        return floats
 
     def read(self, reading: Reading, per_point: PerPointColumns) -> StackedJacobian:
         """The columns of all parameters."""
@@ -155,11 +157,14 @@ class GraphBatch:
             name: make_builder(self._parameters[name].numel(), uses, self._shape)
             for name, uses in reading.uses.items()
         }
+        multiplying = sum(builder.working_floats for builder in builders.values())
+        self.working_floats = self._graph_floats(reading) + multiplying
         nodes = list({o.use.node: None for uses in reading.uses.values() for o in uses})
         for row in range(self._rows.num_rows):
             gradients = dict(zip(nodes, self._backward(nodes, self._rows.row(row)), strict=True))
             for builder in builders.values():
                 builder.add(row, gradients.__getitem__)
+            del gradients  # before those of the next row are made
         parts: dict[str, LayerJacobian] = {name: b.finish() for name, b in builders.items()}
         rest = [name for name in self._parameters if name not in parts]
         if rest:

@@ -21,14 +21,14 @@ from hcurv.network.model.differentiate import differentiate
 from hcurv.network.model.snapshot import ModelSnapshot
 from hcurv.network.model_inputs import Inputs, map_inputs, num_points
 
-__all__ = ["PerPointColumns"]
+__all__ = ["PerPointColumns", "levels_restored"]
 
 # Points that are run at once.
 _CHUNK = 16
 
 
 @contextmanager
-def _levels_restored() -> Iterator[None]:
+def levels_restored() -> Iterator[None]:
     """Take back the levels of `torch.func` that an interruption has left.
 
     An interruption between entering a level and the ``finally`` that leaves it would keep the level
@@ -67,7 +67,7 @@ class PerPointColumns:
         weights = torch.stack([rows.row(number) for number in range(rows.num_rows)])  # (q, b, t, d)
         if self._vectorised:
             try:
-                with warnings.catch_warnings(), _levels_restored():
+                with warnings.catch_warnings(), levels_restored():
                     # Functions that `vmap` runs in a loop are slow, which the user cannot change.
                     warnings.filterwarnings("ignore", message="There is a performance drop")
                     return self._vmapped(names, inputs, weights.transpose(0, 1))
