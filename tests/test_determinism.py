@@ -45,7 +45,7 @@ def _more() -> dict[str, Callable[[], Any]]:
         ],
         "iterative": lambda: [
             H.factorize(1e-2, method=method, seed=4).solve(b)
-            for method in ("iterations", "subset", "compressed", "compressed-samples")
+            for method in ("iterations", "kronecker", "subset", "compressed", "compressed-samples")
         ],
         "samples": lambda: [F.sample(3, seeded()), G.sample(3, seeded())],
         "inverses": lambda: [F.logdet(), F.inverse_diagonal(), G.logdet(), G.inverse_diagonal()],

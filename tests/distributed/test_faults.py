@@ -112,6 +112,10 @@ def _other_vectors() -> None:
     H @ torch.full((H.shape[0],), 1.0 + _odd(), dtype=H.dtype)
 
 
+def _way_for_one_process() -> None:
+    _matrix().factorize(0.1, method="kronecker")
+
+
 def _no_targets() -> None:
     _matrix(_INPUTS if _odd() else None)
 
@@ -166,12 +170,15 @@ def test_an_error_of_one_rank_is_raised_on_all():
 
 def test_differences_between_ranks_are_named():
     functions = list(_DIFFERENCES)
-    outcomes = run_ranks(3, _one_after_the_other, functions)
+    outcomes = run_ranks(3, _one_after_the_other, [*functions, _way_for_one_process])
     for number, function in enumerate(functions):
         for outcome in outcomes:
             error = _found(outcome)[number]
             assert isinstance(error, RanksError), (function.__name__, error)
             assert _DIFFERENCES[function] in str(error)
+    for outcome in outcomes:
+        with pytest.raises(ValueError, match="needs the data of all points in one process"):
+            raise _found(outcome)[-1] or AssertionError("nothing was refused")
 
 
 def test_targets_on_some_ranks_alone_are_refused():

@@ -21,7 +21,7 @@ from fuzz.randomness import generator, often
 from fuzz.truth import Truth
 
 Operation = Callable[[Made, random.Random], None]
-METHODS = ["auto", "parameters", "samples", "iterations", "subset"]
+METHODS = ["auto", "parameters", "samples", "iterations", "kronecker", "subset"]
 SLOW_METHODS = ["compressed", "compressed-samples"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch.func import functional_call, jacrev
 
 import hcurv
 from cases import DTYPES, Case, labels, normal, pairwise, seeded
+from hcurv.inversion.ways import WayName
 from matrices import kernel_matrix
 
 NUM_PROBLEMS = 200
@@ -194,7 +195,7 @@ def network_problem(num_points: int, dtype: torch.dtype, ratio: float) -> Proble
 
 
 @pairwise(
-    method=("parameters", "samples", "iterations", "subset", "compressed", "compressed-samples"),
+    method=get_args(WayName),
     ratio=(1e-1, 1e-4),
     dtype=DTYPES,
 )

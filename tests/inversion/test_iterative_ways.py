@@ -16,7 +16,7 @@ from conformance import check_factorized
 from hcurv.inversion.iterative import IterativeFactorization
 from hcurv.inversion.sample_space import SampleSpaceFactorization
 
-METHODS = ("iterations", "subset", "compressed", "compressed-samples")
+METHODS = ("iterations", "kronecker", "subset", "compressed", "compressed-samples")
 every_method = pytest.mark.parametrize("method", METHODS)
 NETWORKS = (
     "classifier",

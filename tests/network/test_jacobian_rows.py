@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import hcurv
 from cases import pairwise
+from hcurv.inversion.ways import WayName
 
 
 def _chain(dtype: torch.dtype) -> nn.Module:
@@ -126,7 +127,7 @@ def test_rows_belong_to_the_weights_of_the_matrix() -> None:
     assert torch.equal(H.jacobian(inputs).to_dense(), before)
 
 
-METHODS = ("parameters", "samples", "iterations", "subset", "compressed", "compressed-samples")
+METHODS = get_args(WayName)
 
 
 @pairwise(method=METHODS, kind=("one", "layers", "all"), make=(_chain, _normalised))

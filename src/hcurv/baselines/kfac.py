@@ -47,7 +47,7 @@ from hcurv.network.tracing import UnsupportedModelError
 from hcurv.operators import SymmetricOperator
 from hcurv.residuals import warn_of_residual
 
-__all__ = ["KFAC", "kfac_of_problem"]
+__all__ = ["KFAC", "even_damping", "kfac_of_problem"]
 
 Structure = Literal["block-diagonal", "block-tridiagonal", "full"]
 
@@ -302,7 +302,7 @@ class KFAC(SymmetricOperator):
 
     def factorize(
         self,
-        damping: DampingLike,
+        damping: DampingLike | Damping,
         *,
         factored: bool = True,
         reference: Factorized | None = None,
@@ -511,3 +511,19 @@ def kfac_of_problem(problem: Problem) -> tuple[KFAC, Callable[[], KFAC]]:
         return result
 
     return found, with_eigenvalues
+
+
+def even_damping(kfac: KFAC, damping: Damping) -> Damping:
+    """A damping that K-FAC can have: within each layer, the geometric mean of the values.
+
+    Args:
+        kfac: the matrix that will be damped.
+        damping: D, positive.
+    """
+    if damping.is_number:
+        return Damping(damping.tensor.detach())
+    values = damping.diagonal(kfac.shape[0], kfac.device).clone()
+    for layer in kfac._layers:
+        rows = layer.rows()
+        values[rows] = values[rows].log().mean().exp()
+    return Damping(values)

@@ -17,7 +17,7 @@ import time
 import torch
 from torch import Tensor
 
-from hcurv.baselines.kfac import KFAC, kfac_of_problem
+from hcurv.baselines.kfac import KFAC, even_damping, kfac_of_problem
 from hcurv.damping import Damping
 from hcurv.inversion.iterative import StandIn
 from hcurv.inversion.sketch import GrowingSketch
@@ -41,14 +41,13 @@ _TRIAL_STEPS = 12
 
 
 def kronecker_stand_in(problem: Problem, damping: Damping) -> StandIn:
-    """EKFAC + D.
+    """EKFAC + D, or where D differs within a layer, a damping near it.
 
     Args:
         problem: what H was made of.
-        damping: D, one number for each layer.
+        damping: D.
 
     Raises:
-        ValueError: D is not the same within a layer.
         InsufficientMemoryError: there is no memory for the factors.
     """
     _, measure = kfac_of_problem(problem)
@@ -58,7 +57,7 @@ def kronecker_stand_in(problem: Problem, damping: Damping) -> StandIn:
 def promising_stand_in(
     problem: Problem, damping: Damping, sketch: GrowingSketch, costs: CostModel, seconds: float
 ) -> StandIn | None:
-    """EKFAC + D where it may pay, and None where it does not.
+    """The same where it may pay, and None where it does not.
 
     Args:
         problem: what H was made of.
@@ -67,10 +66,9 @@ def promising_stand_in(
         costs: predicts times.
         seconds: the time of the best other way.
     """
-    if problem.network is None or not damping.is_number:
+    rows_are_exact = problem.choice == RowChoice(seed=problem.choice.seed)
+    if problem.network is None or not rows_are_exact:
         return None
-    if problem.choice != RowChoice(seed=problem.choice.seed):
-        return None  # the rows of H are sampled, or those of the gradients
     looking, measuring = costs.kronecker_seconds(problem.network)
     if looking > _LOOK * seconds or measuring > _MEASURE * seconds:
         return None
@@ -84,8 +82,9 @@ def promising_stand_in(
 
 
 def _stand_in(approximation: KFAC, damping: Damping) -> StandIn:
-    factorized = approximation.factorize(damping.tensor.detach(), warn=False)
-    values = damping.diagonal(approximation.shape[0], approximation.device)[:, None]
+    even = even_damping(approximation, damping)
+    factorized = approximation.factorize(even, warn=False)
+    values = even.diagonal(approximation.shape[0], approximation.device)[:, None]
 
     def product(columns: Tensor) -> Tensor:
         return torch.addcmul(approximation @ columns, columns, values.to(columns.dtype))
