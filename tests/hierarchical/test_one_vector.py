@@ -87,6 +87,19 @@ def test_trees(
     check_solves(matrix, 0.5 + torch.rand(size, dtype=torch.float64))
 
 
+@both_dtypes
+@pytest.mark.usefixtures("path")
+def test_scipy_multiplies_where_torch_has_no_mkl(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense = kernel(150, 17).to(dtype)
+    expected = compress_tree(dense, tolerance=1e-3, leaf_size=8).to_dense()
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    matrix = compress_tree(dense, tolerance=1e-3, leaf_size=8)
+    check_vector(matrix, expected)
+    check_solves(matrix, 0.5)
+
+
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("options", [{"max_rank": 0}, {"max_rank": 2}, {"leaf_size": 500}])
 def test_levels_without_rank_and_trees_without_levels(options: dict[str, int]) -> None:

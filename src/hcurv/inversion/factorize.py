@@ -19,7 +19,7 @@ from hcurv.inversion.kronecker import kronecker_stand_in, promising_stand_in, tr
 from hcurv.inversion.leverage import approximate_scores
 from hcurv.inversion.sample_space import SampleSpaceFactorization, dense_kernel_factorization
 from hcurv.inversion.sketch import GrowingSketch, Spectrum
-from hcurv.inversion.ways import CostModel, InversionPlan, Way, WayName
+from hcurv.inversion.ways import CostModel, InversionPlan, Trial, Way, WayName
 from hcurv.memory import require_bytes
 from hcurv.network.gauss_newton import GaussNewton
 from hcurv.network.kernel import TangentKernel
@@ -204,11 +204,14 @@ class _Inversion:
             self._problem, self._damping, self._sketch, self._costs, seconds
         )
         if stand_in is not None:
-            self._keep_kronecker(stand_in)
+            self._keep_kronecker(stand_in, seconds)
 
-    def _keep_kronecker(self, stand_in: StandIn) -> None:
+    def _keep_kronecker(self, stand_in: StandIn, seconds: float | None = None) -> None:
+        def pays(trial: Trial) -> bool:
+            return seconds is None or self._costs.kronecker(stand_in, trial).seconds < seconds
+
         aim = AIM * self._tolerance
-        trial = try_out(self._matrix, self._damping, stand_in, aim, self._seed)
+        trial = try_out(self._matrix, self._damping, stand_in, aim, self._seed, pays)
         self._kronecker = stand_in, self._costs.kronecker(stand_in, trial)
 
     def _forced(self, method: str) -> tuple[Way, list[Way], Spectrum]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -36,8 +37,14 @@ _LOOK, _MEASURE = 0.1, 0.4
 # They are measured if K-FAC's relative error on the columns of the sketch is below this. It is 0.25
 # on autoencoder (a), where EKFAC pays, and 0.76 on classifier (a), where it does not.
 _CLOSE = 0.5
-# So many iterations with one column show how fast conjugate gradients converge.
-_TRIAL_STEPS = 12
+# So many iterations with one column show how fast conjugate gradients begin. Later ones may be far
+# slower (concrete at λ = 1e-6 λ₁: a dozen of them suggest 30 iterations, and 931 are needed), so
+# that a trial that has not converged goes on, up to this many, as long as EKFAC still looks worth
+# it.
+_TRIAL_STEPS, _MORE_STEPS = 24, 96
+# A block of columns needs about this share of the iterations of a single one (autoencoder (a), 16
+# columns: 10, 20, 42 at λ/λ₁ = 1e-3, 1e-4, 1e-5, and a single one 13, 32, 80).
+_BLOCK_SHARE = 0.6
 
 
 def kronecker_stand_in(problem: Problem, damping: Damping) -> StandIn:
@@ -93,9 +100,14 @@ def _stand_in(approximation: KFAC, damping: Damping) -> StandIn:
 
 
 def try_out(
-    matrix: GaussNewton, damping: Damping, stand_in: StandIn, tolerance: float, seed: int
+    matrix: GaussNewton,
+    damping: Damping,
+    stand_in: StandIn,
+    tolerance: float,
+    seed: int,
+    pays: Callable[[Trial], bool] = lambda trial: True,
 ) -> Trial:
-    """Predict how many iterations solves need, from a few of them with one random column.
+    """Predict how many iterations solves need, from solving for one random column.
 
     Args:
         matrix: H.
@@ -103,6 +115,7 @@ def try_out(
         stand_in: what is in place of H.
         tolerance: the relative error that solves aim at.
         seed: the seed of the column.
+        pays: says whether EKFAC is worth more of a trial that has found this.
     """
     factorized = stand_in.factorized
     values = damping.diagonal(matrix.shape[0], matrix.device).to(matrix.dtype)[:, None]
@@ -114,16 +127,26 @@ def try_out(
     ).to(matrix.device)
     start = time.perf_counter()
     factorized @ columns
-    seconds = time.perf_counter() - start
-    found = block_cg(
-        lambda some: torch.addcmul(matrix @ some, some, values),
-        columns[:, :1].contiguous(),
-        precondition=factorized.__matmul__,
-        tolerance=tolerance,
-        max_iterations=_TRIAL_STEPS,
-    )
-    left = float(found.errors.max())
-    if left <= tolerance:
-        return Trial(float(found.num_iterations), seconds)
-    count = _TRIAL_STEPS * math.log(tolerance) / math.log(left) if left < 1 else math.inf
-    return Trial(count, seconds)
+    applying = time.perf_counter() - start
+
+    def count_after(num_steps: int) -> float:
+        """The iterations that the column needs, or may need as far as these tell."""
+        found = block_cg(
+            lambda some: torch.addcmul(matrix @ some, some, values),
+            columns[:, :1].contiguous(),
+            precondition=factorized.__matmul__,
+            tolerance=tolerance,
+            max_iterations=num_steps,
+        )
+        left = float(found.errors.max())
+        if left <= tolerance:
+            return found.num_iterations
+        rate = math.log(left) / num_steps if left < 1 else 0.0
+        return max(math.log(tolerance) / rate, num_steps + 1) if rate else math.inf
+
+    steps = _TRIAL_STEPS
+    count = count_after(steps)
+    while steps < min(count, _MORE_STEPS) and pays(Trial(_BLOCK_SHARE * count, applying)):
+        steps *= 2
+        count = count_after(steps)
+    return Trial(max(1.0, _BLOCK_SHARE * count), applying)

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hcurv.hierarchical.parts.levels import Coupling, LeafBlocks
+from hcurv.hierarchical.parts.sparse_blocks import SparseEntries, SparseMatrix
 from hcurv.hierarchical.parts.vector_steps import (
     MAX_ENTRIES,
     DenseBlocks,
-    SparseEntries,
-    SparseMatrix,
     places_of,
     top_number,
 )
@@ -76,27 +75,25 @@ class VectorProduct:
         flat = vector.new_empty(bounds[-1] + 1)
         flat[: bounds[1]] = vector
         flat[-1] = 0.0
-        values = flat.numpy()
         for number, step in enumerate(self.steps):
             low, high, end = bounds[number : number + 3]
-            values[high:end] = step.small.transposed_times(values[low:high])
+            flat[high:end] = step.small.transposed_times(flat[low:high])
             if (large := step.large) is not None:
                 own = flat[low:high].index_select(0, large.rows)
                 flat[high:end].index_add_(0, large.cols, large.transposed_times(own))
-        outputs = self._across(flat, values)
-        results = outputs.numpy()
+        outputs = self._across(flat)
         for number in reversed(range(len(self.steps))):
             step = self.steps[number]
             low, high, end = bounds[number : number + 3]
-            results[low:high] += step.small.times(results[high:end])
+            outputs[low:high] += step.small.times(outputs[high:end])
             if (large := step.large) is not None:
                 own = outputs[high:end].index_select(0, large.cols)
                 outputs[low:high].index_add_(0, large.rows, large.times(own))
         return outputs[: bounds[1]]
 
-    def _across(self, flat: Tensor, values: Any) -> Tensor:
+    def _across(self, flat: Tensor) -> Tensor:
         """Multiply the vectors of all levels by leaves, near field and couplings."""
-        outputs = torch.from_numpy(self.small.times(values))
+        outputs = self.small.times(flat)
         if self.large is not None:
             rows, cols = self.large.rows, self.large.cols
             found_rows, found_cols = self.large.both_times(

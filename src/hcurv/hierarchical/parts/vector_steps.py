@@ -2,27 +2,23 @@
 
 A tree holds many small blocks of many shapes. For many columns they are multiplied in batches, but
 for one vector nearly all of the time would go into calling these batches. Here small blocks are
-copied, without padding, into one sparse matrix for each step, which costs an index of four bytes
-for each float. Blocks that are large enough to be worth a call of their own stay where they are.
+copied, without padding, into one sparse matrix for each step (`sparse_blocks`), which costs an
+index of four bytes for each float. Blocks that are large enough to be worth a call of their own
+stay where they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-import numpy as np
 import torch
-from scipy.sparse import csr_array
 from torch import Tensor
 
 __all__ = [
     "MAX_ENTRIES",
     "MAX_TOP_FLOATS",
     "DenseBlocks",
-    "SparseEntries",
-    "SparseMatrix",
     "places_of",
     "top_number",
 ]
@@ -32,63 +28,6 @@ __all__ = [
 MAX_ENTRIES = 2**21
 # All levels of a tree above some level are one dense matrix if it has at most this many floats.
 MAX_TOP_FLOATS = 2**17
-
-
-@dataclass(frozen=True)
-class SparseMatrix:
-    """A sparse matrix of SciPy's, with its transpose, which shares its memory."""
-
-    rows: Any
-    cols: Any
-
-    @property
-    def num_entries(self) -> int:
-        """Number of stored entries."""
-        return int(self.rows.nnz)
-
-    def times(self, vector: np.ndarray) -> np.ndarray:
-        """Return the product with a vector."""
-        result: np.ndarray = self.rows @ vector
-        return result
-
-    def transposed_times(self, vector: np.ndarray) -> np.ndarray:
-        """Return the product of the transpose with a vector."""
-        result: np.ndarray = self.cols @ vector
-        return result
-
-
-@dataclass
-class SparseEntries:
-    """Entries of a sparse matrix that is put together block by block.
-
-    Attributes:
-        shape: of the matrix.
-        parts: rows, columns and values of some entries.
-    """
-
-    shape: tuple[int, int]
-    parts: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
-
-    def add(self, rows: Tensor, cols: Tensor, values: Tensor) -> None:
-        """Add blocks (B, m, r) at rows (B, m) and columns (B, r); −1 marks padding."""
-        rows, cols = rows[:, :, None].expand_as(values), cols[:, None, :].expand_as(values)
-        # Zeros are left out, and subnormal numbers with them, because these are slow.
-        kept = (rows >= 0) & (cols >= 0) & ~(values.abs() < torch.finfo(values.dtype).tiny)
-        self.parts.append((rows[kept].int(), cols[kept].int(), values[kept]))
-
-    def add_identity(self, rows: Tensor, cols: Tensor, dtype: torch.dtype) -> None:
-        """Add ones at some rows and columns, both of any shape; −1 marks padding."""
-        rows, cols = rows[rows >= 0], cols[cols >= 0]
-        ones = torch.ones(rows.numel(), dtype=dtype, device=rows.device)
-        self.parts.append((rows.int(), cols.int(), ones))
-
-    def matrix(self, dtype: torch.dtype) -> SparseMatrix:
-        """Return the matrix."""
-        empty = torch.zeros(0, dtype=torch.int32)
-        parts = self.parts or [(empty, empty, torch.zeros(0, dtype=dtype))]
-        rows, cols, values = (torch.cat(part).numpy() for part in zip(*parts, strict=True))
-        found = csr_array((values, (rows, cols)), shape=self.shape)
-        return SparseMatrix(found, found.T)
 
 
 @dataclass(frozen=True)

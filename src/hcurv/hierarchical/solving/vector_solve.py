@@ -8,16 +8,15 @@ neither to go up nor to go down, and the E of all levels are one sparse matrix.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from hcurv.hierarchical.parts.sparse_blocks import SparseEntries, SparseMatrix
 from hcurv.hierarchical.parts.vector_steps import (
     MAX_ENTRIES,
     DenseBlocks,
-    SparseEntries,
-    SparseMatrix,
     places_of,
     top_number,
 )
@@ -88,7 +87,7 @@ class VectorSolve:
     bounds: tuple[int, ...]
     steps: tuple[SolveStep, ...]
     root: SparseMatrix
-    signs: Any
+    signs: Tensor | None
     top_up: Tensor
     top_down: Tensor
     homes: Tensor
@@ -116,21 +115,19 @@ class VectorSolve:
         bounds = self.bounds
         flat = rhs.new_empty(bounds[-1])
         flat[: bounds[1]] = rhs
-        values = flat.numpy()
         kept: list[Tensor] = []
         for number, step in enumerate(self.steps):
             low, high, end = bounds[number : number + 3]
-            below = values[low:high]
+            below = flat[low:high]
             below -= step.weights.times(below)
-            values[high:end] = step.basis.transposed_times(below)
+            flat[high:end] = step.basis.transposed_times(below)
             if (large := step.large) is not None:
-                vector = flat[low:high]
-                own = vector.index_select(0, large.weights.cols)
-                rest = vector.index_select(0, large.weights.rows).sub_(large.weights.times(own))
+                own = below.index_select(0, large.weights.cols)
+                rest = below.index_select(0, large.weights.rows).sub_(large.weights.times(own))
                 kept.append(large.root.transposed_times(rest))
                 passed = large.cross.transposed_times(large.signed(kept[-1]))
                 flat[high:end].index_add_(0, large.cross.cols, passed, alpha=-1)
-        result = torch.from_numpy(self.root.transposed_times(values))
+        result = self.root.transposed_times(flat)
         for number, step in enumerate(self.steps):
             if step.large is not None:
                 part = result[bounds[number] : bounds[number + 1]]
@@ -143,25 +140,22 @@ class VectorSolve:
         if not self.steps:
             return self.top_down @ scaled
         bounds = self.bounds
-        values = scaled.numpy()
-        results = self.root.times(values if self.signs is None else values * self.signs)
-        outputs = torch.from_numpy(results)
+        outputs = self.root.times(scaled if self.signs is None else scaled * self.signs)
         outputs[bounds[-2] :] = self.top_down @ scaled[bounds[-2] :]
         for number in reversed(range(len(self.steps))):
             step = self.steps[number]
             low, high, end = bounds[number : number + 3]
-            below = results[low:high]
-            below += step.basis.times(results[high:end])
+            below = outputs[low:high]
+            below += step.basis.times(outputs[high:end])
             below -= step.weights.transposed_times(below)
             if (large := step.large) is not None:
                 here = outputs[high:end].index_select(0, large.cross.cols)
                 rest = scaled[low:high].index_select(0, large.root.rows)
                 rest.sub_(large.cross.times(here))
                 solved = large.root.times(large.signed(rest))
-                vector = outputs[low:high]
-                vector.index_copy_(0, large.root.rows, solved)
+                below.index_copy_(0, large.root.rows, solved)
                 passed = large.weights.transposed_times(solved)
-                vector.index_add_(0, large.weights.cols, passed, alpha=-1)
+                below.index_add_(0, large.weights.cols, passed, alpha=-1)
         return outputs[: bounds[1]]
 
 
@@ -225,7 +219,7 @@ def make_vector_solve(solves: TreeSolves) -> VectorSolve | None:
         tuple(bounds),
         tuple(steps),
         root.matrix(dtype),
-        signs.numpy() if bool((signs < 0).any()) else None,
+        signs if bool((signs < 0).any()) else None,
         up,
         down,
         homes,
