@@ -6,18 +6,17 @@ import math
 from collections.abc import Callable
 
 from hcurv.hierarchical.building.construct import Construction
-from hcurv.hierarchical.parts.plan import tolerance_step
+from hcurv.hierarchical.parts.plan import StorageCurve
 
 __all__ = ["fit_storage", "max_floats"]
 
-# With max_storage, at most so many builds try to make better use of the storage, ...
-_MAX_IMPROVEMENTS = 2
-# ... and at most so many builds are made until one fits.
+# A build that uses this share of max_storage is good enough, the first, the second and any later
+# one. Each of them takes longer than all before.
+_WELL_USED = (0.85, 0.65, 0.0)
+# At most so many builds are made until one fits.
 _MAX_BUILDS = 12
 # Another build aims at this share of max_storage, because its size is known to a few per cent only.
 _AIM = 0.94
-# A build that uses this share of max_storage is good enough.
-_WELL_USED = 0.85
 # A tolerance within this factor of the smallest one is not worth another build.
 _CLOSE = 1.1
 
@@ -83,17 +82,20 @@ def fit_storage(
     """
     result, best, tolerance = first, None, first.matrix.record.tolerance
     smallest = first.matrix.num_stored
+    plan = first.matrix.record.plan
+    curve = StorageCurve() if plan is None else StorageCurve(plan.decay)
     for attempt in range(_MAX_BUILDS):
         stored = result.matrix.num_stored
+        curve = curve.seen(tolerance, stored)
         smallest = min(smallest, stored)
         if stored <= allowed and (best is None or stored > best.matrix.num_stored):
             best = result
-        is_good = attempt >= _MAX_IMPROVEMENTS or stored >= _WELL_USED * allowed
-        if stored <= allowed and (is_good or tolerance <= _CLOSE * least):
+        well_used = _WELL_USED[min(attempt, len(_WELL_USED) - 1)] * allowed
+        if stored <= allowed and (stored >= well_used or tolerance <= _CLOSE * least):
             break
-        if (best is not None and attempt >= _MAX_IMPROVEMENTS) or tolerance >= 1:
+        if (best is not None and best.matrix.num_stored >= well_used) or tolerance >= 1:
             break
-        step = tolerance_step(stored, int(_AIM * allowed))
+        step = curve.step(int(_AIM * allowed))
         if best is None:
             step = max(step, 1 + attempt / 4)  # small steps may never get there
         tolerance = min(max(tolerance * step, least), 1.0)

@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["Candidate", "Plan", "RankProfile", "tolerance_step", "tree_floats"]
+__all__ = ["Candidate", "Plan", "RankProfile", "StorageCurve", "tree_floats"]
 
 # The floats above the leaves grow like depth^0.4, because with fewer levels each of them may make a
 # larger error. The exponent was fitted on Gauss-Newton Hessians.
 _RELIEF = 0.4
-# The number of floats grows like tolerance^-0.7 (fitted on the same matrices).
-_DECAY = 0.7
+# The number of floats grows like tolerance^-0.7 (fitted on the same matrices), unless two
+# tolerances whose logarithms differ by this much show another power, which is taken to lie between
+# these.
+_DECAY, _APART, _LEAST_DECAY, _MOST_DECAY = 0.7, 0.05, 0.2, 2.0
 # The ranks of longer nodes are extrapolated from the last two steps of known ones.
 _FIT = 2
 
@@ -44,6 +46,7 @@ class Plan:
         size: number N of rows.
         chosen: what was chosen.
         others: the best candidates with other global ranks, best first.
+        decay: the number of floats is taken to grow like tolerance^-decay.
 
     Examples:
         >>> print(hcurv.compress(torch.ones(100, 100), tolerance=1e-2).plan)
@@ -56,6 +59,7 @@ class Plan:
     size: int
     chosen: Candidate
     others: tuple[Candidate, ...] = ()
+    decay: float = _DECAY
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Plan:
@@ -68,7 +72,7 @@ class Plan:
             True
         """
         chosen, *others = (Candidate(**c) for c in (values["chosen"], *values["others"]))
-        return cls(values["tolerance"], values["size"], chosen, tuple(others))
+        return cls(values["tolerance"], values["size"], chosen, tuple(others), values["decay"])
 
     def __str__(self) -> str:
         """A small table of the choice and its alternatives."""
@@ -168,7 +172,30 @@ def tree_floats(num_rows: int, depth: int, profile: RankProfile) -> float:
     return float(2**depth * profile.at_leaf(length) + fewer * above)
 
 
-def tolerance_step(floats: int, wanted: int) -> float:
-    """The factor by which to change a tolerance that took some floats, to take ``wanted`` ones."""
-    step = math.pow(floats / max(1, wanted), 1 / _DECAY)
-    return min(max(step, 0.1), 10.0)
+@dataclass(frozen=True)
+class StorageCurve:
+    """How the number of floats depends on the tolerance, as far as pairs of them have shown it.
+
+    Attributes:
+        decay: the number of floats is taken to grow like tolerance^-decay.
+        last: the last tolerance and its number of floats, or None.
+    """
+
+    decay: float = _DECAY
+    last: tuple[float, int] | None = None
+
+    def seen(self, tolerance: float, floats: int) -> StorageCurve:
+        """The curve once another tolerance has taken some floats."""
+        decay = self.decay
+        if self.last is not None and min(floats, self.last[1]) > 0:
+            change = math.log(tolerance / self.last[0])
+            fall = math.log(self.last[1] / floats)
+            if abs(change) >= _APART and fall / change > 0:
+                decay = min(max(fall / change, _LEAST_DECAY), _MOST_DECAY)
+        return StorageCurve(decay, (tolerance, floats))
+
+    def step(self, wanted: int) -> float:
+        """The factor by which to change the last tolerance to take so many floats."""
+        assert self.last is not None
+        step = math.pow(self.last[1] / max(1, wanted), 1 / self.decay)
+        return min(max(step, 0.1), 10.0)

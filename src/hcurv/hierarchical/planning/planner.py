@@ -19,7 +19,7 @@ from hcurv.hierarchical.building.construct import BuildStart
 from hcurv.hierarchical.building.phases import Phases
 from hcurv.hierarchical.building.sampler import num_columns_for
 from hcurv.hierarchical.parts.global_part import GlobalPart
-from hcurv.hierarchical.parts.plan import Candidate, Plan, tolerance_step
+from hcurv.hierarchical.parts.plan import Candidate, Plan, StorageCurve
 from hcurv.hierarchical.parts.row_share import RowShare
 from hcurv.hierarchical.parts.shared_part import SharedPart
 from hcurv.hierarchical.planning.sample_space_part import part_alone, suits
@@ -170,6 +170,8 @@ class _Planner:
         self._estimates = TreeEstimates(
             source, trees, leaf_sizes, keep_diagonal, self._known, phases
         )
+        self._curve = StorageCurve()
+        self._useful_width: float = math.inf  # directions beyond which a global part is too large
 
     def run(self, tolerance: float, global_rank: int | None, max_floats: int | None) -> BuildStart:
         """Choose what is left open, and prepare the build of it."""
@@ -192,13 +194,15 @@ class _Planner:
             if tolerance == 0 and candidates[0].ordering == "none":
                 # The given rank suffices for the tolerance of the comparison, not for 0.
                 candidates = self._choose(_FINEST * torch.finfo(self._source.dtype).eps, rank)
-        plan = Plan(tolerance, self._source.shape[0], candidates[0], tuple(candidates[1:]))
+        size, others = self._source.shape[0], tuple(candidates[1:])
+        plan = Plan(tolerance, size, candidates[0], others, self._curve.decay)
         return self._finish(plan, candidates[0])
 
     @property
     def _max_width(self) -> int:
         """Largest number of directions of a global part."""
-        return min(self._num_rows, max(_FIRST_WIDTH, self._known.affordable))
+        most = min(self._known.affordable, self._useful_width)
+        return min(self._num_rows, max(_FIRST_WIDTH, int(most)))
 
     def _choose_within(
         self, max_floats: int, least: float, rank: int | None
@@ -213,12 +217,12 @@ class _Planner:
             # The tree alone shows about what is possible, and is cheaper to estimate.
             alone = rank is None and number < _STORAGE_STEPS // 2
             candidates = self._choose(tolerance, 0 if alone else rank)
+            self._curve = self._curve.seen(tolerance, candidates[0].floats)
             ratio = candidates[0].floats / max(1, max_floats)
             is_close = abs(ratio - 1) < _STORAGE_MATCH or (ratio < 1 and tolerance <= least)
             if is_close and not alone:
                 break
-            step = tolerance_step(candidates[0].floats, max_floats)
-            tolerance = min(max(tolerance * step, least), 1.0)
+            tolerance = min(max(tolerance * self._curve.step(max_floats), least), 1.0)
         best = candidates[0]
         if rank is None and best.ordering == "none" and tolerance > least:
             # A global part alone may as well use all of the storage.
@@ -238,12 +242,18 @@ class _Planner:
         limit = min(int(known.width / _USABLE), known.rank)
         if rank == 0 or limit < 2:
             return None
+        has_room = self._estimates.first_columns <= known.affordable_pool  # for trees
+        if has_room:
+            self._useful_width = max(math.ceil(_AMPLE * rank), FIRST_COLUMNS, known.width)
         error = known.residual(min(rank, limit))
-        if rank > limit:  # it goes on falling, at most as fast as now
-            error *= (error / known.residual(limit // 2)) ** ((rank - limit) / (limit - limit // 2))
+        if rank > limit:
+            error = known.likely_residual(rank, limit)
         if error <= least:
             return None
         tree = self._estimates.best(0, error, patient=False)
+        if has_room and tree.floats <= CLEAR * max_floats:
+            # A tree is better than a global part, and few directions are enough for one beside it.
+            self._useful_width = max(FIRST_COLUMNS, known.width)
         if max_floats > CLEAR * tree.floats:
             return None
         known.extend(min(math.ceil(_AMPLE * rank), self._max_width))
@@ -307,8 +317,9 @@ class _Planner:
             if not is_last and found is None and (has_no_room or is_small or is_near):
                 width = self._wider(width, alone)
                 continue
+            rival = known.likely_rank(alone, limit) * num_rows
             if tree is None:
-                tree = self._estimates.alone(tolerance, alone * num_rows)
+                tree = self._estimates.alone(tolerance, rival)
                 others = [tree]
             elif others == [tree] and alone * num_rows > CLEAR * tree.floats:
                 # There are more columns now, which may tell more.
@@ -319,7 +330,7 @@ class _Planner:
             if limit < alone < others[0].floats / num_rows and not is_last:
                 width = self._wider(width, alone)
             else:
-                tree = self._estimates.alone(tolerance, alone * num_rows)
+                tree = self._estimates.alone(tolerance, rival)
                 others = [tree] if found is None else [tree, found]
                 others = self._with_both(others, tolerance, limit)
                 best = others[0]

@@ -36,6 +36,10 @@ _WIDE = 96
 # If fewer than this share of new directions are independent of the others, the global part spans
 # the range of the matrix.
 _FULL = 0.9
+# Residuals fall more slowly than exponentially. Ranks that exponential extrapolation gives are
+# raised by this power. On three classifiers, from 125 and 375 columns to as many as 1560, that is
+# right to a factor of two, where an exponential alone gives up to three times too small a rank.
+_SLOWING = 1.3
 
 Columns = tuple[Tensor, Tensor]
 
@@ -302,6 +306,18 @@ class SampledMatrix:
         half, whole = self.residual(limit // 2), self.residual(limit)
         rate = math.log(half / whole) / (limit - limit // 2)
         return limit + math.log(whole / tolerance) / rate if rate > 0 else math.inf
+
+    @staticmethod
+    def likely_rank(rank: float, limit: int) -> float:
+        """The rank that is likely to be needed, if `rank_for` gave this one."""
+        return rank if rank <= limit else limit * (rank / max(1, limit)) ** _SLOWING
+
+    def likely_residual(self, rank: int, limit: int) -> float:
+        """The residual that V with ``rank`` columns is likely to leave, beyond ``limit``."""
+        half, whole = self.residual(limit // 2), self.residual(limit)
+        equal = limit * (rank / limit) ** (1 / _SLOWING)
+        steps = (equal - limit) / (limit - limit // 2)
+        return whole * math.pow(whole / half, steps)
 
     def _multiply(self, directions: Tensor) -> Tensor:
         if self._root is not None:
