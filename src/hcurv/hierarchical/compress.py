@@ -175,17 +175,18 @@ def compress(
         else:
             with ranks.agreed():
                 matrix = as_source(source)
+            diagonal = matrix.diagonal()
             if is_private:
-                ranks.same(diagonal=matrix.diagonal())
+                ranks.same(diagonal=diagonal)
             options = options.for_source(matrix, ranks)
             _check_checkpoint(options, checkpoint)
             # Terms that are spread over ranks are taken as they are.
-            scale = scale_of(matrix) if ranks.size == 1 else 1.0
+            scale = scale_of(diagonal) if ranks.size == 1 else 1.0
             if options.damping is not None:
                 options = replace(options, damping=options.damping / scale)
-            matrix = scaled(matrix, scale)
-            saved = Checkpoint(checkpoint, ranks, _asked(options), matrix.diagonal())
-            built = _compress(matrix, options, phases, ranks, saved)
+            matrix, diagonal = scaled(matrix, scale), diagonal / scale
+            saved = Checkpoint(checkpoint, ranks, _asked(options), diagonal)
+            built = _compress(matrix, diagonal, options, phases, ranks, saved)
             saved.remove()
     if ranks.first:
         warn_of_shortfall(built, options.max_storage is not None)
@@ -245,10 +246,14 @@ def _asked(options: Options) -> dict[str, object]:
 
 
 def _compress(
-    source: EntrySource, options: Options, phases: Phases, ranks: OneRank, saved: Checkpoint
+    source: EntrySource,
+    diagonal: Tensor,
+    options: Options,
+    phases: Phases,
+    ranks: OneRank,
+    saved: Checkpoint,
 ) -> Construction:
     """Plan, and build until the result is as small or as accurate as is asked for."""
-    diagonal = source.diagonal()
     num_rows = int((diagonal > 0).sum())
     with ranks.agreed():
         _require_memory(source, num_rows, options, ranks)

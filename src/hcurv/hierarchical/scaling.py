@@ -27,10 +27,14 @@ __all__ = ["scale_of", "scaled", "unscaled"]
 _HARMLESS = {torch.float32: 2.0**20, torch.float64: 2.0**200}
 
 
-def scale_of(source: EntrySource) -> float:
-    """Return a power of four near the largest entry; 1 if that is neither very large nor small."""
-    largest = float(source.diagonal().max())
-    bound = _HARMLESS[source.dtype]
+def scale_of(diagonal: Tensor) -> float:
+    """Return a power of four near the largest entry; 1 if that is neither very large nor small.
+
+    Args:
+        diagonal: that of a positive semi-definite matrix.
+    """
+    largest = float(diagonal.max())
+    bound = _HARMLESS[diagonal.dtype]
     if largest == 0 or 1 / bound <= largest <= bound:
         return 1.0
     return 4.0 ** round(math.log2(largest) / 2)
