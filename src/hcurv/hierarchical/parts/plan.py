@@ -15,7 +15,10 @@ _RELIEF = 0.4
 # The number of floats grows like tolerance^-0.7 (fitted on the same matrices), unless two
 # tolerances whose logarithms differ by this much show another power, which is taken to lie between
 # these.
-_DECAY, _APART, _LEAST_DECAY, _MOST_DECAY = 0.7, 0.05, 0.2, 2.0
+_DECAY, _APART, _LEAST_DECAY, _MOST_DECAY = 0.7, 0.05, 0.15, 2.0
+# That power grows by about this much when the tolerance grows by a factor of e (0.1 and 0.3 on two
+# classifiers, between 2e-5 and 1e-3).
+_BEND = 0.1
 # The ranks of longer nodes are extrapolated from the last two steps of known ones.
 _FIT = 2
 
@@ -46,7 +49,7 @@ class Plan:
         size: number N of rows.
         chosen: what was chosen.
         others: the best candidates with other global ranks, best first.
-        decay: the number of floats is taken to grow like tolerance^-decay.
+        decay: near the tolerance, the number of floats is taken to grow like tolerance^-decay.
 
     Examples:
         >>> print(hcurv.compress(torch.ones(100, 100), tolerance=1e-2).plan)
@@ -177,7 +180,7 @@ class StorageCurve:
     """How the number of floats depends on the tolerance, as far as pairs of them have shown it.
 
     Attributes:
-        decay: the number of floats is taken to grow like tolerance^-decay.
+        decay: near the last tolerance, the number of floats is taken to grow like tolerance^-decay.
         last: the last tolerance and its number of floats, or None.
     """
 
@@ -191,11 +194,16 @@ class StorageCurve:
             change = math.log(tolerance / self.last[0])
             fall = math.log(self.last[1] / floats)
             if abs(change) >= _APART and fall / change > 0:
-                decay = min(max(fall / change, _LEAST_DECAY), _MOST_DECAY)
+                decay = fall / change + _BEND * change / 2
+                decay = min(max(decay, _LEAST_DECAY), _MOST_DECAY)
         return StorageCurve(decay, (tolerance, floats))
 
     def step(self, wanted: int) -> float:
-        """The factor by which to change the last tolerance to take so many floats."""
+        """The factor by which to change the last tolerance to take so many floats.
+
+        For its logarithm x, the logarithm of the floats falls by decay·x + bend·x²/2.
+        """
         assert self.last is not None
-        step = math.pow(self.last[1] / max(1, wanted), 1 / self.decay)
-        return min(max(step, 0.1), 10.0)
+        fall = math.log(max(1, self.last[1]) / max(1, wanted))
+        root = math.sqrt(max(self.decay**2 + 2 * _BEND * fall, self.decay**2 / 4))
+        return min(max(math.exp(2 * fall / (self.decay + root)), 0.1), 10.0)
