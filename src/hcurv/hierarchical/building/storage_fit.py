@@ -12,11 +12,11 @@ __all__ = ["fit_storage", "max_floats"]
 
 # A build that uses this share of max_storage is good enough, the first, the second and any later
 # one. Each of them takes longer than all before.
-_WELL_USED = (0.85, 0.65, 0.0)
+_WELL_USED = (0.85, 0.6, 0.0)
 # At most so many builds are made until one fits.
 _MAX_BUILDS = 12
 # Another build aims at this share of max_storage, because its size is known to a few per cent only.
-_AIM = 0.94
+_AIM = 0.92
 # A tolerance within this factor of the smallest one is not worth another build.
 _CLOSE = 1.1
 

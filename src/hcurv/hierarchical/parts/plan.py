@@ -15,7 +15,7 @@ _RELIEF = 0.4
 # The number of floats grows like tolerance^-0.7 (fitted on the same matrices), unless two
 # tolerances whose logarithms differ by this much show another power, which is taken to lie between
 # these.
-_DECAY, _APART, _LEAST_DECAY, _MOST_DECAY = 0.7, 0.05, 0.15, 2.0
+_DECAY, _APART, _LEAST_DECAY, _MOST_DECAY = 0.7, 0.05, 0.15, 0.8
 # That power grows by about this much when the tolerance grows by a factor of e (0.1 and 0.3 on two
 # classifiers, between 2e-5 and 1e-3).
 _BEND = 0.1
