@@ -21,8 +21,12 @@ from hcurv.sources import MatrixProduct, SharedProduct, product, ranks_behind
 __all__ = ["OwnProduct", "RowShare", "cut_level", "largest_of"]
 
 # Columns that all ranks need whole are gathered in panels of at most so many floats, but of at
-# least so many columns: enough for efficient products.
-_PANEL_FLOATS, _LEAST_PANEL = 2**24, 32
+# least so many columns: enough for efficient products. Up to five such panels exist at a time.
+_PANEL_FLOATS, _LEAST_PANEL = 2**22, 16
+# Where a product reads the data again, panels may have so many floats.
+_DEAR_PANEL_FLOATS = 2**24
+# Rows that only change places are gathered in panels of so many floats.
+_MOVED_FLOATS = 2**20
 _DEEP = 64
 # Random numbers are drawn for so many rows at a time, of which a rank keeps its own.
 _DRAWN_ROWS = 2**12
@@ -166,7 +170,7 @@ class RowShare:
         places[self.rows] = torch.arange(self.num_rows, device=self.rows.device)
         wanted = places[target.own_rows]
         result = own.new_empty(target.num_own, own.shape[1])
-        for columns in self._panels(own.shape[1]):
+        for columns in self._panels(own.shape[1], _MOVED_FLOATS, 1):
             result[:, columns] = self.whole(own[:, columns]).index_select(0, wanted)
         return result
 
@@ -184,10 +188,13 @@ class RowShare:
         if not self.is_split:
             return self.select(_checked(product, source, self.spread(own, source.shape[0])))
         result = torch.empty_like(own)
-        for columns in self._panels(own.shape[1]):
+        is_dear = getattr(source, "factors", "memory") == "recompute"
+        most = _DEAR_PANEL_FLOATS if is_dear else _PANEL_FLOATS
+        for columns in self._panels(own.shape[1], most, _LEAST_PANEL):
             vectors = self.spread(self.whole(own[:, columns]), source.shape[0])
             if isinstance(source, SharedProduct) and ranks_behind(source).size > 1:
                 term = self.select(_checked(_partial, source, vectors))
+                del vectors  # before rows are exchanged
                 result[:, columns] = self.ranks.scatter_sum(term, self.counts)
             else:
                 result[:, columns] = _checked(product, source, vectors)[self.own_rows]
@@ -206,8 +213,8 @@ class RowShare:
     def _is_whole(self, size: int) -> bool:
         return self.num_rows == size and bool((self.rows.diff() > 0).all())
 
-    def _panels(self, num_columns: int) -> Iterator[slice]:
-        width = max(_LEAST_PANEL, _PANEL_FLOATS // max(1, self.num_rows))
+    def _panels(self, num_columns: int, most: int, least: int) -> Iterator[slice]:
+        width = max(least, most // max(1, self.num_rows))
         if not self.is_split:
             width = max(1, num_columns)
         for start in range(0, num_columns, width):
