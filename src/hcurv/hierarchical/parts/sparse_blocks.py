@@ -1,7 +1,7 @@
 """Sparse matrices that are put together from many small blocks, and multiply one vector.
 
-Where torch has MKL, its sparse products run on all threads and are two to three times as fast as
-SciPy's on one (`benchmarks/vector.py`). Elsewhere SciPy multiplies.
+Where torch has MKL, its sparse products run on all threads and are about twice as fast as SciPy's
+on one. Elsewhere SciPy multiplies.
 """
 
 from __future__ import annotations
