@@ -288,7 +288,9 @@ def test_order_and_batches_of_the_data_do_not_matter(case: Case, data: st.DataOb
     pairs = list(zip(batches, torch.tensor_split(case.targets[order], cuts), strict=True))
     expected = case.operator().to_dense()
     model = case.build()
-    assert_close(hcurv.GaussNewton(model, case.loss, batches).to_dense(), expected)
+    # A list of two tensors of one shape may as well be inputs and targets, and is refused.
+    alone = [(batch,) for batch in batches] if len(batches) == 2 else batches
+    assert_close(hcurv.GaussNewton(model, case.loss, alone).to_dense(), expected)
     assert_close(hcurv.GaussNewton(model, case.loss, pairs).to_dense(), expected)
 
 
