@@ -41,10 +41,10 @@ _CLOSE = 0.5
 # slower (concrete at λ = 1e-6 λ₁: a dozen of them suggest 30 iterations, and 931 are needed), so
 # that a trial that has not converged goes on, up to this many, as long as EKFAC still looks worth
 # it.
-_TRIAL_STEPS, _MORE_STEPS = 24, 96
-# A block of columns needs about this share of the iterations of a single one (autoencoder (a), 16
-# columns: 10, 20, 42 at λ/λ₁ = 1e-3, 1e-4, 1e-5, and a single one 13, 32, 80).
-_BLOCK_SHARE = 0.6
+_TRIAL_STEPS, _MORE_STEPS = 32, 64
+# A block of columns needs at most about this share of the iterations of a single one (autoencoder
+# (a) at λ/λ₁ = 1e-3, 1e-4, 1e-5: 16 columns need 10, 21 and 41, a single one 31, 84 and 323).
+_BLOCK_SHARE = 0.3
 
 
 def kronecker_stand_in(problem: Problem, damping: Damping) -> StandIn:
