@@ -64,7 +64,7 @@ def kronecker_stand_in(problem: Problem, damping: Damping) -> StandIn:
 def promising_stand_in(
     problem: Problem, damping: Damping, sketch: GrowingSketch, costs: CostModel, seconds: float
 ) -> StandIn | None:
-    """The same where it may pay, and None where it does not.
+    """EKFAC + D where it may pay, and None where it does not.
 
     Args:
         problem: what H was made of.

@@ -11,7 +11,7 @@ from hcurv.hierarchical.parts.plan import StorageCurve
 __all__ = ["fit_storage", "max_floats"]
 
 # A build that uses this share of max_storage is good enough, the first, the second and any later
-# one. Each of them takes longer than all before.
+# one. More builds take more time, and gain less and less accuracy.
 _WELL_USED = (0.85, 0.6, 0.0)
 # At most so many builds are made until one fits.
 _MAX_BUILDS = 12
