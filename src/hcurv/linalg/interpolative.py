@@ -3,12 +3,11 @@
 For samples Y of shape (m, s) a row decomposition is Y ≈ P Y[S], with a *skeleton* S of r rows and
 an interpolation P of shape (m, r) that is the identity on the skeleton.
 
-The rows are chosen by Cholesky factorization of YYᵀ with pivots, which takes matrix products only:
-after r pivots YYᵀ = LLᵀ + (Schur complement), the trace of the Schur complement is the squared
-error ‖Y − PY[S]‖_F² of the best P, and P = L L[S]⁻¹ is that P. Pivots are chosen in panels among
-the rows with the largest remainders. YYᵀ has the squared condition number of Y, so that it is
-factorized in double precision; if Y is in double precision itself, a second round on the remainder
-makes up for the rest.
+The rows are chosen by Cholesky factorization of YYᵀ with pivots: after r pivots YYᵀ = LLᵀ + (Schur
+complement), the trace of the Schur complement is the squared error ‖Y − PY[S]‖_F² of the best P,
+and P = L L[S]⁻¹ is that P. YYᵀ has the squared condition number of Y, so that it is factorized in
+double precision; if Y is in double precision itself, a second round on the remainder makes up for
+the rest.
 """
 
 from __future__ import annotations
@@ -21,19 +20,8 @@ from torch import Tensor
 
 __all__ = ["Interpolation", "interpolate_rows", "interpolation_bytes"]
 
-# This many pivots are chosen at a time. Wide panels mean larger products, but pivots that are
-# somewhat worse; with few matrices in a batch the wide ones are faster.
-_PANEL = 32
-_WIDE_PANEL = 64
-# Pivots of a panel come from this many times as many rows.
-_CANDIDATES = 2
-# At most this many matrices are factorized one by one, which is then faster than as a batch.
-_FEW = 64
 # A Gram matrix is computed in strips of this many rows, so that little more than half is enough.
 _STRIP = 256
-# A pivot must be at least this fraction of the largest row that is no candidate (both squared).
-# Smaller ones would make for large weights.
-_FIT = 1 / 256
 # A remainder of this many units of rounding, relative to the norm, is not worth a pivot.
 _NOISE = 32
 
@@ -108,21 +96,17 @@ def interpolation_bytes(
 ) -> int:
     """Bytes that `interpolate_rows` takes beyond its samples (B, m, s).
 
-    All of it is in double precision. While rows are chosen, there are a copy of single samples, the
-    Gram matrices (m, m), the factors L (m, r), rows and squares of the k candidates, and two panels
-    of w columns. Afterwards there are the factors, the weights, and of samples in double precision
-    their skeleton rows and what is left of them.
+    While rows are chosen, there are the Gram matrices (m, m) in double precision, which become
+    factors, and before that a copy of single samples. Afterwards there are the factors, their
+    corners (r, r), the weights (m, r) and copies of them, and of samples in double precision what
+    is left of them.
     """
     rank = min(num_rows, num_samples, num_samples if max_rank is None else max_rank)
-    panel = _WIDE_PANEL if num_matrices <= _FEW else _PANEL
-    width, candidates = min(panel, rank), min(_CANDIDATES * panel, num_rows)
-    is_single = dtype != torch.float64
-    choosing = num_rows * (num_rows + rank + 2 * width) + 3 * candidates**2 + 3 * width**2
-    solving = num_rows * 3 * rank
-    if is_single:
-        choosing, solving = (floats + num_rows * num_samples for floats in (choosing, solving))
-    else:
-        solving += (num_rows + rank) * num_samples
+    copied = num_rows * num_samples if dtype != torch.float64 else 0
+    choosing = copied + num_rows**2
+    solving = num_rows**2 + rank**2 + 3 * num_rows * rank
+    if dtype == torch.float64:
+        solving += num_rows * rank + (num_rows + rank) * num_samples
     return num_matrices * max(choosing, solving) * 8
 
 
@@ -140,14 +124,10 @@ def _interpolate(
     samples: Tensor, limits: Tensor, tolerances: Tensor, num_random: int | None
 ) -> tuple[Interpolation, Tensor | None]:
     """The interpolation, and (in double precision) what it leaves of the samples."""
-    values = samples.double()
-    factor, skeleton, ranks, traces = _pivoted_cholesky(
-        _gram(values), limits, tolerances.square(), num_random
-    )
-    rank = int(ranks.max()) if ranks.numel() else 0
-    factor, skeleton = factor[:, :, :rank], skeleton[:, :rank]
-    weights = _solve(factor, factor, skeleton, ranks)
-    weights = _put_identity(weights, skeleton, ranks).to(samples.dtype)
+    gram = _gram(samples.double())
+    pivots, ranks, traces = _factorize(gram, limits, tolerances.square(), num_random)
+    weights = _weights(gram, pivots, ranks, samples.dtype)
+    skeleton = pivots[:, : weights.shape[2]]
     if samples.dtype != torch.float64:
         return Interpolation(skeleton, weights, ranks, traces.sqrt().to(samples.dtype)), None
     remainder = torch.baddbmm(samples, weights, _rows(samples, skeleton), alpha=-1)
@@ -174,161 +154,78 @@ def _join(first: Interpolation, second: Interpolation) -> Interpolation:
     return Interpolation(skeleton, weights, ranks, second.errors)
 
 
-def _pivoted_cholesky(
+def _factorize(
     gram: Tensor, limits: Tensor, squared_tolerances: Tensor, num_random: int | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """L (B, m, limit), pivots (B, limit), ranks (B,), and traces of what is left, (B,).
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cholesky factorization with pivots: of matrices (B, m, m), which Lᵀ takes the place of.
 
-    Columns of L beyond the rank are zero.
+    LAPACK goes through them one by one, which is far faster than any batch of small products.
+
+    Returns:
+        All rows in the order of the pivots, (B, m); ranks (B,); and traces of what is left, (B,).
+        Row k of Lᵀ belongs to pivot k, its columns are in the order of the pivots. It is zero
+        below its diagonal and from the rank on.
     """
     num_matrices, num_rows = gram.shape[:2]
-    limit = int(limits.max()) if num_matrices else 0
-    factors = gram.new_zeros(num_matrices, num_rows, limit)
-    pivots = torch.zeros(num_matrices, limit, dtype=torch.long, device=gram.device)
-    used = torch.zeros(num_matrices, limit, dtype=torch.bool, device=gram.device)
-    ranks = torch.zeros(num_matrices, dtype=torch.long, device=gram.device)
-    remainders = gram.diagonal(dim1=1, dim2=2).clone()
-    largest = remainders.amax(1) if num_rows else remainders.sum(1)
-    floors = largest * (num_rows * torch.finfo(gram.dtype).eps)
-    active = (remainders.sum(1) > squared_tolerances) & (limits > 0)
-    # Finished matrices are carried along until half of them are: copies cost more than the work.
-    work = active.nonzero().squeeze(1)
-    factor = factors if work.numel() == num_matrices else factors[work]
-    gram = gram if work.numel() == num_matrices else gram[work]
-    done = 0
-    while bool(active.any()):
-        panel = _WIDE_PANEL if work.numel() <= _FEW else _PANEL
-        width = min(panel, int((limits - ranks)[active].max()))
-        if done + width > factors.shape[2]:  # panels that were cut left gaps
-            alone = factor is factors
-            factors, pivots, used = (_wider(part, panel) for part in (factors, pivots, used))
-            factor = factors if alone else _wider(factor, panel)
-        rows, columns, fit = _panel(
-            gram,
-            factor[:, :, :done],
-            remainders[work],
-            floors[work],
-            width,
-            min(_CANDIDATES * panel, num_rows),
-        )
-        # How much of the trace is left after each pivot tells how many of them are needed.
-        drops = columns.square()
-        left = remainders[work].sum(1)[:, None] - drops.sum(1).cumsum(1)
-        allowed = squared_tolerances[work, None]
-        step = torch.arange(width, device=gram.device)
-        if num_random is not None:
-            count = ranks[work, None] + step + 1
-            allowed = allowed * ((num_random - count) / num_random)
-        enough = (left.clamp(min=0) <= allowed) & (step < fit[:, None])
-        reached = enough.any(1)
-        needed = torch.where(reached, enough.int().argmax(1) + 1, fit)
-        needed = torch.minimum(needed, (drops.amax(1) > 0).sum(1))
-        needed = torch.minimum(needed, (limits - ranks)[work]).masked_fill_(~active[work], 0)
-        keep = step < needed[:, None]
-        factor[:, :, done : done + width] = columns.mul_(keep[:, None])
-        pivots[work, done : done + width] = rows * keep
-        used[work, done : done + width] = keep
-        ranks[work] += needed
-        updated = (remainders[work] - drops.mul_(keep[:, None]).sum(2)).clamp_(min=0)
-        chosen = torch.where(keep, 0.0, updated.gather(1, rows))
-        remainders[work] = updated.scatter(1, rows, chosen)
-        done += width
-        goes_on = (needed == torch.clamp(fit, max=width)) & (needed > 0) & ~reached
-        active[work] = active[work] & goes_on & (limits > ranks)[work]
-        if 2 * int(active.sum()) <= work.numel():
-            if factor is not factors:
-                factors[work] = factor
-            stay = active[work]
-            work, gram, factor = work[stay], gram[stay], factor[stay]
-    if factor is not factors:
-        factors[work] = factor
-    if not torch.equal(used, torch.arange(used.shape[1], device=gram.device) < ranks[:, None]):
-        most = int(ranks.max())  # close the gaps
-        order = (~used).to(torch.int8).argsort(dim=1, stable=True)[:, :most]
-        pivots = pivots.gather(1, order)
-        factors = factors.gather(2, order[:, None].expand(-1, num_rows, -1))
-    return factors, pivots, ranks, remainders.sum(1)
+    most = int(limits.max()) if num_matrices else 0
+    diagonals = gram.diagonal(dim1=1, dim2=2)
+    whole = diagonals.sum(1)
+    if num_rows == 0 or num_matrices == 0:
+        return limits.new_zeros(num_matrices, num_rows), torch.zeros_like(limits), whole
+    # How much of the trace may be left after 0, 1, … pivots.
+    allowed = squared_tolerances[:, None]
+    if num_random is not None:
+        free = num_random - torch.arange(most + 1, device=gram.device)
+        allowed = allowed * (free / max(1, num_random)).clamp(min=0.0)
+    floors = diagonals.amax(1) * (num_rows * torch.finfo(gram.dtype).eps)
+    # Once no row that is left is larger, what is left of all of them is allowed.
+    floors = torch.maximum(floors, allowed.amin(1) / num_rows)
+    host = gram.cpu().contiguous()
+    pivots = torch.empty(num_matrices, num_rows, dtype=torch.long)
+    found = torch.empty(num_matrices, dtype=torch.long)
+    for place, (matrix, floor) in enumerate(zip(host.numpy(), floors.tolist(), strict=True)):
+        # The transposed view is stored by columns, as LAPACK wants it, and is overwritten.
+        factor, order, rank, _ = dpstrf(matrix.T, tol=floor, lower=1, overwrite_a=1)
+        matrix.T[:] = factor
+        pivots[place] = torch.from_numpy(order) - 1
+        found[place] = rank
+    gram.copy_(host).triu_()
+    pivots, found = pivots.to(gram.device), found.to(gram.device)
+    drops = torch.linalg.vecdot(gram[:, :most], gram[:, :most])
+    drops = drops.masked_fill_(_from(found, most), 0.0)
+    left = torch.cat([whole[:, None], whole[:, None] - drops.cumsum(1)], 1).clamp_(min=0.0)
+    enough = left <= allowed
+    ranks = torch.where(enough.any(1), enough.int().argmax(1), most)
+    ranks = torch.minimum(ranks, torch.minimum(limits, found))
+    gram.masked_fill_(_from(ranks, num_rows)[:, :, None], 0.0)
+    return pivots, ranks, left.gather(1, ranks[:, None]).squeeze(1)
 
 
-def _wider(values: Tensor, extra: int) -> Tensor:
-    """Zeros after the last entries."""
-    return torch.cat([values, values.new_zeros(*values.shape[:-1], extra)], -1)
+def _from(ranks: Tensor, size: int) -> Tensor:
+    """Which of the numbers 0 … size − 1 are not below some ranks, (B, size)."""
+    return torch.arange(size, device=ranks.device) >= ranks[:, None]
 
 
-def _panel(
-    gram: Tensor,
-    factor: Tensor,
-    remainders: Tensor,
-    floors: Tensor,
-    width: int,
-    num_candidates: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The next pivots (A, width), their columns of L (A, m, width), and how many are fit, (A,).
-
-    Columns are zero where no pivot is left. Pivots come from few candidates, the largest rows; once
-    what is left of these is far below another row, it would make for large weights.
-    """
-    sizes, order = remainders.topk(min(num_candidates + 1, gram.shape[1]), dim=1)
-    candidates = order[:, :num_candidates]
-    beyond = sizes[:, num_candidates:].sum(1)  # the largest other row, if there is any
-    chosen_factor = _rows(factor, candidates)
-    square = _rows(gram, candidates)
-    square = square.gather(2, candidates[:, None].expand(-1, num_candidates, -1))
-    square = square - chosen_factor @ chosen_factor.transpose(1, 2)
-    local, corner = _small_cholesky(square, floors, width)
-    rows = candidates.gather(1, local)
-    columns = _rows(gram, rows).transpose(1, 2)
-    columns = torch.baddbmm(columns, factor, _rows(factor, rows).transpose(1, 2), alpha=-1)
-    # The pivots' own rows of L are known: L[rows] = corner, so L = columns · corner⁻ᵀ.
-    spent = corner.diagonal(dim1=1, dim2=2) == 0
-    corner = corner + torch.diag_embed(spent.to(corner.dtype))
-    inverse = torch.linalg.solve_triangular(corner, _identity_like(corner), upper=False)
-    columns = columns @ inverse.transpose(1, 2)
-    values = corner.diagonal(dim1=1, dim2=2).square().masked_fill(spent, 0.0)
-    fit = (values >= _FIT * beyond[:, None]).int().cumprod(1).sum(1)
-    return rows, columns.masked_fill_(spent[:, None], 0.0), fit
-
-
-def _identity_like(square: Tensor) -> Tensor:
-    eye = torch.eye(square.shape[1], dtype=square.dtype, device=square.device)
-    return eye.expand_as(square)
-
-
-def _small_cholesky(square: Tensor, floors: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """First pivots of small matrices, (A, width), all different, and their lower triangle of L.
-
-    Columns of L for which no pivot above the floor is left are zero.
-    """
-    if square.device.type == "cpu" and square.shape[0] <= _FEW:
-        return _lapack_cholesky(square, floors, width)
-    square = square.clone()
-    diagonal = square.diagonal(dim1=1, dim2=2).clone()
-    factor = square.new_zeros(*square.shape[:2], width)
-    order = []
-    for step in range(width):
-        position = diagonal.argmax(1, keepdim=True)
-        column = _rows(square, position).squeeze(1)
-        value = column.gather(1, position)
-        root = torch.where(value > floors[:, None], value, torch.inf).sqrt()
-        column = column / root
-        square.addcmul_(column[:, :, None], column[:, None, :], value=-1)
-        factor[:, :, step] = column
-        diagonal = (diagonal - column.square()).scatter(1, position, -torch.inf)
-        order.append(position)
-    pivots = torch.cat(order, dim=1)
-    return pivots, _rows(factor, pivots).tril()
-
-
-def _lapack_cholesky(square: Tensor, floors: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The same, one by one."""
-    pivots = torch.empty(square.shape[0], width, dtype=torch.long)
-    corners = square.new_zeros(square.shape[0], width, width)
-    for place, (matrix, floor) in enumerate(zip(square, floors.tolist(), strict=True)):
-        factor, order, rank, _ = dpstrf(matrix.numpy(), tol=floor, lower=1)
-        count = min(rank, width)
-        corners[place, :count, :count] = torch.from_numpy(factor)[:count, :count].tril()
-        pivots[place] = torch.from_numpy(order)[:width] - 1
-    return pivots, corners
+def _weights(factors: Tensor, pivots: Tensor, ranks: Tensor, dtype: torch.dtype) -> Tensor:
+    """P = L L[S]⁻¹ from Lᵀ, for rows in their own order: (B, m, r), with r the largest rank."""
+    num_matrices, num_rows = pivots.shape
+    rank = int(ranks.max()) if num_matrices else 0
+    # Up to the smallest rank, the rows of all pivots are those of the identity.
+    least = int(ranks.min()) if num_matrices else 0
+    beyond = _from(ranks, rank)
+    corner = factors[:, :rank, :rank] + torch.diag_embed(beyond.to(factors.dtype))
+    solved = torch.linalg.solve_triangular(corner, factors[:, :rank, least:], upper=True)
+    rows = solved.to(dtype).transpose(1, 2).contiguous()
+    unit = torch.eye(rank, dtype=dtype, device=factors.device)[least:]
+    own = rows[:, : rank - least]
+    own.copy_(torch.where(beyond[:, least:, None], own, unit))
+    result = rows.new_zeros(num_matrices, num_rows, rank)
+    result.scatter_(1, pivots[:, least:, None].expand_as(rows), rows)
+    ones = rows.new_ones(1).expand(num_matrices, least)
+    batch = torch.arange(num_matrices, device=ranks.device)[:, None].expand(-1, least)
+    place = torch.arange(least, device=ranks.device).expand(num_matrices, -1)
+    result.index_put_((batch, pivots[:, :least], place), ones)
+    return result
 
 
 def _rows(values: Tensor, index: Tensor) -> Tensor:
@@ -351,21 +248,6 @@ def _gram(values: Tensor) -> Tensor:
         result[:, start:stop, start:] = values[:, start:stop] @ values[:, start:].transpose(1, 2)
         result[:, stop:, start:stop] = result[:, start:stop, stop:].transpose(1, 2)
     return result
-
-
-def _corner(factor: Tensor, skeleton: Tensor, ranks: Tensor) -> Tensor:
-    """L[S], lower triangular, with ones on the diagonal from the rank on."""
-    corner = _rows(factor, skeleton).tril()
-    beyond = torch.arange(corner.shape[1], device=ranks.device) >= ranks[:, None]
-    corner.masked_fill_(beyond[:, :, None], 0.0)
-    return corner + torch.diag_embed(beyond.to(corner.dtype))
-
-
-def _solve(rhs: Tensor, factor: Tensor, skeleton: Tensor, ranks: Tensor) -> Tensor:
-    """rhs L[S]⁻¹."""
-    corner = _corner(factor, skeleton, ranks)
-    solution: Tensor = torch.linalg.solve_triangular(corner, rhs, upper=False, left=False)
-    return solution
 
 
 def _put_identity(weights: Tensor, skeleton: Tensor, ranks: Tensor) -> Tensor:

@@ -359,20 +359,21 @@ class Builder:
             with self._phases.timed("samples"):
                 sampler.widen(needed, counts, depth)
 
-    def _require_samples(self, groups: list[tuple[Tensor, int]], num_columns: int) -> None:
+    def _require_samples(self, sampler: Sampler, groups: list[tuple[Tensor, int]]) -> None:
         """Raise unless there is memory for samples of nodes, and for choosing their skeletons."""
         dtype, needed = self._source.dtype, 0
         for group, width in groups:
-            count = min(group.numel(), _group_step(width, num_columns))
+            columns = sampler.num_random(width) or sampler.num_columns
+            count = min(group.numel(), _group_step(width, columns))
             # The samples, and those of one panel before they are put into place.
-            samples = count * width * num_columns * dtype.itemsize
-            choosing = interpolation_bytes(count, width, num_columns, self._max_rank, dtype)
+            samples = count * width * columns * dtype.itemsize
+            choosing = interpolation_bytes(count, width, columns, self._max_rank, dtype)
             needed = max(needed, samples + max(samples, choosing))
         with self._nodes.share.ranks.agreed():
             require_bytes(
                 needed,
                 self._source.device,
-                f"choosing skeletons from {num_columns} columns of samples",
+                f"choosing skeletons from {sampler.num_columns} columns of samples",
                 ("choose a smaller leaf_size or max_rank", "choose a larger tolerance"),
             )
 
@@ -389,14 +390,14 @@ class Builder:
         must not depend on which nodes lie on this rank.
         """
         num_columns = sampler.num_columns
-        num_random = num_columns if sampler.is_random else None
         allowed = self._budget.node_error(depth) * sampler.norm * sampler.gain
-        self._require_samples(groups, num_columns)
+        self._require_samples(sampler, groups)
         attempt = _Attempt()
         for group, width in groups:
             if group.numel() == 0:
                 continue
-            for nodes in group.split(_group_step(width, num_columns)):
+            num_random = sampler.num_random(width)
+            for nodes in group.split(_group_step(width, num_random or num_columns)):
                 table = row_table(rows.starts[nodes], rows.counts[nodes], width, rows.size)
                 with self._phases.timed("samples"):
                     samples = sampler.samples(nodes, table)

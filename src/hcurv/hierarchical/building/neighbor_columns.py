@@ -82,6 +82,10 @@ class NeighborSampler:
 
     is_random = True
 
+    def num_random(self, num_rows: int) -> int:
+        """As many as there are columns."""
+        return self._num_columns
+
     @property
     def gain(self) -> float:
         """1, because samples are weighted to have the norm of what they stand for."""

@@ -82,6 +82,12 @@ class Sampler(Protocol):
     def is_random(self) -> bool:
         """Whether the columns are a random selection or combination of all columns."""
 
+    def num_random(self, num_rows: int) -> int | None:
+        """How many columns of a sketch tell as much as a sample of so many rows.
+
+        None if the sample has all columns, and leaves nothing to chance.
+        """
+
     @property
     def gain(self) -> float:
         """Norm of a sample over the norm of what it is a sample of."""

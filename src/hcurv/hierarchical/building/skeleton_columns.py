@@ -6,12 +6,13 @@ that a wider sketch would take, and they leave nothing to chance.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from hcurv.hierarchical.building.sampler import LevelRows, Sampler
+from hcurv.hierarchical.building.sampler import LevelRows, Sampler, num_columns_for
 from hcurv.hierarchical.building.shared_rest import OwnEntries
 from hcurv.hierarchical.building.sketch import SketchSampler
 from hcurv.hierarchical.parts.levels import Coupling, LeafBlocks, Level
@@ -23,8 +24,17 @@ from hcurv.sources import DenseMatrix
 __all__ = ["AdaptiveSampler", "SkeletonSampler"]
 
 # All entries of a level are read if they are no more than this, or than a sketch would hold on
-# this level: 2^27 floats are 0.5 GB in single precision.
-_MAX_ENTRIES = 2**27
+# this level: 2^28 floats are 1 GB in single precision.
+_MAX_ENTRIES = 2**28
+# For each point, a column of a product takes four flops a row, and an entry of a symmetric block
+# takes one, in larger products. After a wider sketch, the entries of the next level are often read
+# all the same, which are half as many.
+_COLUMN_ENTRIES = 12
+# Random sums of columns take their place, if they are so many times as many. Choosing a skeleton
+# costs a product of the samples with themselves, in double precision.
+_WORTH_MIXING = 1.5
+# Every column goes into so many of these sums.
+_NUM_SUMS = 4
 
 
 class AdaptiveSampler:
@@ -62,6 +72,10 @@ class AdaptiveSampler:
         """Whether the columns are a random selection or combination of all columns."""
         return self._current.is_random
 
+    def num_random(self, num_rows: int) -> int | None:
+        """How many columns of a sketch tell as much; None if there are all columns."""
+        return self._current.num_random(num_rows)
+
     @property
     def gain(self) -> float:
         """Norm of a sample over the norm of what it is a sample of."""
@@ -91,7 +105,9 @@ class AdaptiveSampler:
         """
         rows, size = self._rows, int(counts.sum())
         assert rows is not None
-        most = min(2 * self._num_kept * num_columns, self._max_entries)
+        more = num_columns - self.num_columns
+        most = self._num_kept * max(2 * num_columns, _COLUMN_ENTRIES * more)
+        most = min(most, self._max_entries)
         most = max(most, 2 * size * num_columns)  # numbers of a sketch on this level
         if self._is_above_leaves and size**2 <= most:
             places = torch.arange(rows.size, device=rows.positions.device)
@@ -212,6 +228,11 @@ class SkeletonSampler:
         """Number of rows of the level."""
         return self.values.shape[1]
 
+    def num_random(self, num_rows: int) -> int | None:
+        """Where there are many columns, fewer random sums of them; None for all of them."""
+        count = num_columns_for(num_rows)
+        return count if count * _WORTH_MIXING <= self.num_columns else None
+
     @property
     def norm(self) -> float:
         """Norm of the entries between the rows of the current level."""
@@ -225,22 +246,56 @@ class SkeletonSampler:
 
     def samples(self, nodes: Tensor, table: Tensor) -> Tensor:
         """Samples of the rows of nodes, by their places on the current level, (B, m, s)."""
+        count = self.num_random(table.shape[1])
+        if count is not None:
+            return self._mixed(nodes, table, count)
         starts, sizes = self._every.starts, self._every.counts
-        nodes = nodes + self._first_node
-        first, counts = starts[nodes, None], sizes[nodes, None]
+        first, counts = (part[nodes + self._first_node, None] for part in (starts, sizes))
         # All columns but the node's own; the last are padding where nodes differ in size.
         columns = torch.arange(self.num_columns - int(counts.min()), device=table.device)
         columns = columns + torch.where(columns >= first, counts, 0)
         beyond = columns >= self.num_columns
         columns = columns.clamp(max=self.num_columns - 1)
-        level = sizes.numel().bit_length() - 1
-        owners = torch.arange(sizes.numel(), device=table.device).repeat_interleave(sizes)
-        excluded = beyond | self._pattern.is_excluded(level, nodes, owners[columns])
-        weights = self._every.scales[columns].masked_fill_(excluded, 0.0)
+        weights = self._weights(nodes, columns).masked_fill_(beyond, 0.0)
         padding = table >= self._rows.size
         rows = table.masked_fill(padding, 0)
         values = self.values[rows[:, :, None], columns[:, None]].mul_(weights[:, None])
         return values.masked_fill_(padding[:, :, None], 0.0) if bool(padding.any()) else values
+
+    def _weights(self, nodes: Tensor, columns: Tensor) -> Tensor:
+        """Weights of columns (B, s) in the samples of nodes (B,): 0 for those that do not count."""
+        counts = self._every.counts
+        level = counts.numel().bit_length() - 1
+        owners = torch.arange(counts.numel(), device=columns.device).repeat_interleave(counts)
+        excluded = self._pattern.is_excluded(level, nodes + self._first_node, owners[columns])
+        return self._every.scales[columns].masked_fill_(excluded, 0.0)
+
+    def _mixed(self, nodes: Tensor, table: Tensor, count: int) -> Tensor:
+        """Samples in random sums of columns: a sparse sketch, which costs next to nothing.
+
+        Every column goes, with random signs, into a few of ``count`` sums, so that squared norms
+        are as before on average.
+        """
+        device, num_sums = table.device, min(_NUM_SUMS, count)
+        generator = torch.Generator(device).manual_seed(self._depth)
+        shape = (num_sums, self.num_columns)
+        # The sums of a column lie in different parts of all sums.
+        sums = torch.rand(shape, generator=generator, device=device)
+        sums += torch.arange(num_sums, device=device)[:, None]
+        sums = (sums * (count / num_sums)).long().clamp_(max=count - 1)
+        # What goes into a sum with a negative sign is added up by itself.
+        sums += count * torch.randint(0, 2, shape, generator=generator, device=device)
+        result = self.values.new_zeros(*table.shape, count)
+        columns = torch.arange(self.num_columns, device=device)[None]
+        for place, (node, places) in enumerate(zip(nodes, table, strict=True)):
+            rows = places[places < self._rows.size]
+            values = (self.values[rows] * self._weights(node[None], columns)).T.contiguous()
+            added = values.new_zeros(2 * count, rows.numel())
+            for own in sums:
+                added.index_add_(0, own, values)
+            mixed = (added[:count] - added[count:]).div_(math.sqrt(num_sums))
+            result[place, : rows.numel()] = mixed.T
+        return result
 
     def entries(self, places: Tensor) -> tuple[EntrySource, Tensor]:
         """The entries are here already."""

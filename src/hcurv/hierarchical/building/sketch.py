@@ -152,6 +152,10 @@ class SketchSampler:
 
     is_random = True
 
+    def num_random(self, num_rows: int) -> int:
+        """As many as there are columns."""
+        return self.num_columns
+
     @property
     def gain(self) -> float:
         """Norm of a sample over the norm of what it is a sample of."""

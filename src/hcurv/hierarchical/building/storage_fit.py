@@ -12,7 +12,7 @@ __all__ = ["fit_storage", "max_floats"]
 
 # A build that uses this share of max_storage is good enough, the first, the second and any later
 # one. More builds take more time, and gain less and less accuracy.
-_WELL_USED = (0.85, 0.6, 0.0)
+_WELL_USED = (0.8, 0.6, 0.0)
 # At most so many builds are made until one fits.
 _MAX_BUILDS = 12
 # Another build aims at this share of max_storage, because its size is known to a few per cent only.

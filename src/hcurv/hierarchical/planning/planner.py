@@ -49,8 +49,9 @@ _MAX_STEP = 3.0
 _SMALL = 2.5
 # Estimates of both together that are better by less than this factor are not better.
 _SURE = 1.03
-# The tolerance that a number of floats allows is found in at most six steps, to 5 % of the floats.
-_STORAGE_STEPS, _STORAGE_MATCH = 6, 0.05
+# The tolerance that a number of floats allows is found in at most six steps, to 10 % of the floats:
+# the estimates themselves are no better.
+_STORAGE_STEPS, _STORAGE_MATCH = 6, 0.1
 # For a tolerance of 0, trees are estimated at this multiple of the machine epsilon.
 _FINEST = 10
 # Trees are first estimated at this tolerance, if storage is what is asked for. For a tolerance of 0
@@ -213,16 +214,29 @@ class _Planner:
             if found is not None:
                 return found
         tolerance = max(_DEFAULT_TOLERANCE, least)
+        # The tree alone shows about what is possible, and is cheaper to estimate.
+        is_alone = rank is None
+        fits: tuple[float, int] | None = None  # a tolerance and its floats
+        too_large: tuple[float, int] | None = None
         for number in range(_STORAGE_STEPS):
-            # The tree alone shows about what is possible, and is cheaper to estimate.
-            alone = rank is None and number < _STORAGE_STEPS // 2
-            candidates = self._choose(tolerance, 0 if alone else rank)
+            candidates = self._choose(tolerance, 0 if is_alone else rank)
             self._curve = self._curve.seen(tolerance, candidates[0].floats)
             ratio = candidates[0].floats / max(1, max_floats)
             is_close = abs(ratio - 1) < _STORAGE_MATCH or (ratio < 1 and tolerance <= least)
-            if is_close and not alone:
+            if is_close and not is_alone:
                 break
-            tolerance = min(max(tolerance * self._curve.step(max_floats), least), 1.0)
+            if is_close or number + 1 == _STORAGE_STEPS // 2:
+                is_alone = False
+            if is_close:
+                continue
+            if ratio <= 1:
+                fits = (tolerance, candidates[0].floats)
+            else:
+                too_large = (tolerance, candidates[0].floats)
+            if fits is not None and too_large is not None:
+                tolerance = _between(fits, too_large, max_floats)
+            else:
+                tolerance = min(max(tolerance * self._curve.step(max_floats), least), 1.0)
         best = candidates[0]
         if rank is None and best.ordering == "none" and tolerance > least:
             # A global part alone may as well use all of the storage.
@@ -235,25 +249,37 @@ class _Planner:
         return candidates, tolerance
 
     def _alone_within(self, max_floats: int, least: float) -> tuple[list[Candidate], float] | None:
-        """A global part alone that uses all of the storage, if no tree can be as accurate."""
+        """A global part alone that uses all of the storage, if no tree can be as accurate.
+
+        Few directions show already where a global part is hopeless: exponential extrapolation of
+        its error is too good, and if even then a tree takes far less, no more of them are made.
+        """
         known = self._known
         rank = max(0, max_floats - self._estimates.without_tree(0).floats) // self._num_rows
-        known.extend(min(math.ceil(_AMPLE * rank), FIRST_COLUMNS, self._max_width))
-        limit = min(int(known.width / _USABLE), known.rank)
-        if rank == 0 or limit < 2:
-            return None
+        most = min(math.ceil(_AMPLE * rank), FIRST_COLUMNS, self._max_width)
         has_room = self._estimates.first_columns <= known.affordable_pool  # for trees
+        width = min(_FIRST_WIDTH, most)
+        while True:
+            known.extend(width)
+            limit = min(int(known.width / _USABLE), known.rank)
+            if rank == 0 or limit < 2:
+                return None
+            is_last = known.width >= most or known.is_exhausted
+            error = known.residual(min(rank, limit))
+            if rank > limit:
+                error = known.likely_residual(rank, limit, is_last)
+            if is_last and error <= least:
+                return None
+            if (has_room and error > least) or is_last:
+                tree = self._estimates.best(0, error, patient=False)
+                if is_last or tree.floats <= CLEAR * max_floats:
+                    break
+            width = min(math.ceil(_MAX_STEP * known.width), most)
         if has_room:
-            self._useful_width = max(math.ceil(_AMPLE * rank), FIRST_COLUMNS, known.width)
-        error = known.residual(min(rank, limit))
-        if rank > limit:
-            error = known.likely_residual(rank, limit)
-        if error <= least:
-            return None
-        tree = self._estimates.best(0, error, patient=False)
-        if has_room and tree.floats <= CLEAR * max_floats:
-            # A tree is better than a global part, and few directions are enough for one beside it.
-            self._useful_width = max(FIRST_COLUMNS, known.width)
+            # If a tree is better than a global part, few directions are enough for one beside it.
+            is_better = tree.floats <= CLEAR * max_floats
+            useful = 0 if is_better else math.ceil(_AMPLE * rank)
+            self._useful_width = max(useful, FIRST_COLUMNS, known.width)
         if max_floats > CLEAR * tree.floats:
             return None
         known.extend(min(math.ceil(_AMPLE * rank), self._max_width))
@@ -425,3 +451,10 @@ class _Planner:
             scores = self._estimates.scores(chosen.global_rank)
         depth = self._estimates.depth(chosen.leaf_size, tree)
         return replace(tree, depth=depth, scores=scores)
+
+
+def _between(fits: tuple[float, int], too_large: tuple[float, int], floats: int) -> float:
+    """A tolerance between two that take fewer and more floats, on a line in logarithmic scale."""
+    place = math.log(too_large[1] / max(1, floats)) / math.log(too_large[1] / max(1, fits[1]))
+    place = min(max(place, 0.2), 0.8)
+    return float(too_large[0] * (fits[0] / too_large[0]) ** place)

@@ -313,10 +313,16 @@ class SampledMatrix:
         """The rank that is likely to be needed, if `rank_for` gave this one."""
         return rank if rank <= limit else limit * (rank / max(1, limit)) ** _SLOWING
 
-    def likely_residual(self, rank: int, limit: int) -> float:
-        """The residual that V with ``rank`` columns is likely to leave, beyond ``limit``."""
+    def likely_residual(self, rank: int, limit: int, slowing: bool = True) -> float:
+        """The residual that V with ``rank`` columns is likely to leave, beyond ``limit``.
+
+        Args:
+            rank: number of columns.
+            limit: up to so many columns the residual is known.
+            slowing: whether the residual falls more and more slowly. It is too small if not.
+        """
         half, whole = self.residual(limit // 2), self.residual(limit)
-        equal = limit * (rank / limit) ** (1 / _SLOWING)
+        equal = limit * (rank / limit) ** (1 / _SLOWING if slowing else 1.0)
         steps = (equal - limit) / (limit - limit // 2)
         return whole * math.pow(whole / half, steps)
 

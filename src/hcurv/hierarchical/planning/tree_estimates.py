@@ -19,9 +19,10 @@ from hcurv.operators import EntrySource
 
 __all__ = ["CLEAR", "FIRST_COLUMNS", "LEAST_COLUMNS", "SAFETY", "TreeEstimates"]
 
-# Four subtrees of 512 rows with leaves of 16 are tried. More or larger ones predict ranks better,
-# and cost more entries and time.
-_SUBTREE_ROWS, _NUM_SUBTREES, _TRIAL_LEAF = 512, 4, 16
+# Subtrees of 512 rows with leaves of 16 are tried: at least four, and eight where there are many
+# rows. More or larger ones predict ranks better, and cost more entries and time.
+_SUBTREE_ROWS, _TRIAL_LEAF = 512, 16
+_LEAST_SUBTREES, _MOST_SUBTREES, _SUBTREE_SHARE = 4, 8, 8
 # Ranks are first tried on this many columns, and on as many as 400 if they turn out to be large.
 # Where memory is short, as few as 64 have to do.
 FIRST_COLUMNS, _MAX_COLUMNS, LEAST_COLUMNS = 144, 400, 64
@@ -30,6 +31,8 @@ _HOPELESS = 2.5
 # What takes no more than this share of the floats of something else is clearly smaller, although
 # both are estimates.
 CLEAR = 0.85
+# Tolerances within this factor are nearly the same: what was clearly worse is not tried again.
+_NEARBY = 2.0
 # A global part alone that takes so many times the floats of a tree is out of the question.
 _OPEN = 2.0
 # An error that was measured on a sample has to be below this share of the tolerance.
@@ -65,6 +68,8 @@ class TreeEstimates:
         self._profiles: dict[tuple[str, int, float, int, int], tuple[RankProfile, float]] = {}
         # The best tree without a global part for a tolerance, where it is certain.
         self._certain: dict[float, Candidate] = {}
+        # The last tolerance at which an ordering without a global part was clearly worse.
+        self._lost: dict[str, float] = {}
         # Floats of the last estimate for an ordering and a global rank.
         self._floats: dict[tuple[str, int], int] = {}
 
@@ -135,7 +140,7 @@ class TreeEstimates:
             return self.without_tree(rank)
         if rank:
             known.draw(self.first_columns, rank)
-        names = list(self._trees) if rank == 0 else [self._best_ordering(tolerance)]
+        names = self._open(tolerance) if rank == 0 else [self._best_ordering(tolerance)]
         while True:
             options = []
             enough = _HOPELESS * rival if rival else math.inf
@@ -147,6 +152,7 @@ class TreeEstimates:
             found, is_certain = min(options, key=lambda option: option[0].floats)
             if is_certain and rank == 0:
                 self._certain[tolerance] = found
+                self._remember(found, tolerance)
             num_columns = known.num_columns(rank)
             if is_certain or not patient or num_columns >= self._max_columns:
                 return found
@@ -154,6 +160,19 @@ class TreeEstimates:
             tried = names[: len(options)]
             names = [name for name in tried if CLEAR * self._floats[name, rank] <= found.floats]
             known.draw(self._max_columns, rank)
+
+    def _open(self, tolerance: float) -> list[str]:
+        """The orderings that were not clearly worse at nearly the same tolerance."""
+        lost = {n for n, t in self._lost.items() if max(t / tolerance, tolerance / t) <= _NEARBY}
+        return [name for name in self._trees if name not in lost]
+
+    def _remember(self, best: Candidate, tolerance: float) -> None:
+        """Which orderings were clearly worse than the best one."""
+        self._lost.pop(best.ordering, None)
+        for name in self._trees:
+            floats = self._floats.get((name, 0))
+            if floats is not None and CLEAR * floats > best.floats:
+                self._lost[name] = tolerance
 
     def _best_ordering(self, tolerance: float) -> str:
         """The ordering to look at beside a global part: the best without it."""
@@ -241,4 +260,6 @@ class TreeEstimates:
         if order.numel() < 2:
             return None
         leaf_length = min(_TRIAL_LEAF, length)
-        return Subtrees(self._source, order, self._known.places, length, leaf_length, _NUM_SUBTREES)
+        number = order.numel() // (_SUBTREE_SHARE * _SUBTREE_ROWS)  # an eighth of all rows
+        number = max(_LEAST_SUBTREES, min(number, _MOST_SUBTREES))
+        return Subtrees(self._source, order, self._known.places, length, leaf_length, number)
