@@ -219,7 +219,7 @@ def _weights(factors: Tensor, pivots: Tensor, ranks: Tensor, dtype: torch.dtype)
     unit = torch.eye(rank, dtype=dtype, device=factors.device)[least:]
     own = rows[:, : rank - least]
     own.copy_(torch.where(beyond[:, least:, None], own, unit))
-    result = rows.new_zeros(num_matrices, num_rows, rank)
+    result: Tensor = rows.new_zeros(num_matrices, num_rows, rank)
     result.scatter_(1, pivots[:, least:, None].expand_as(rows), rows)
     ones = rows.new_ones(1).expand(num_matrices, least)
     batch = torch.arange(num_matrices, device=ranks.device)[:, None].expand(-1, least)
