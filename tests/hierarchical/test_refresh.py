@@ -110,6 +110,42 @@ def test_zero_rows_and_low_rank() -> None:
     assert float(old.refresh(torch.zeros(80, 80, dtype=torch.float64)).to_dense().norm()) == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_global_part_follows_a_matrix_that_goes_on_changing(dtype: torch.dtype) -> None:
+    """Eigenvectors turn a little with each step, so that columns of V are not quite orthogonal."""
+    decay = torch.logspace(0, -4, 40, dtype=torch.float64)
+    factor, turn = normal(120, 40), normal(120, 40, seed=5)
+
+    def dense(step: int) -> Tensor:
+        columns = (factor + 0.05 * step * turn) * decay
+        return (columns @ columns.T).to(dtype)
+
+    old = hcurv.compress(dense(0), tolerance=1e-3)
+    assert old.global_rank
+    assert not old.tree.num_kept
+    new = old
+    for step in range(1, 7):
+        new = new.refresh(dense(step))
+    exact = dense(6).double()
+    values = torch.linalg.eigvalsh(exact)
+    best = float(values[: -old.global_rank].norm() / values.norm())
+    rounding = 100 * torch.finfo(dtype).eps
+    assert relative(new, exact) < 1.2 * best + rounding
+    # What is left is positive semi-definite.
+    left = torch.linalg.eigvalsh(exact - new.to_dense().double())
+    assert float(left[0]) > -rounding * float(values[-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_global_part_far_from_the_old_one_is_exact_if_its_rank_suffices(
+    dtype: torch.dtype,
+) -> None:
+    first, second = normal(80, 6).to(dtype), normal(80, 6, seed=9).to(dtype)
+    old = hcurv.compress(first @ first.T, tolerance=1e-4)
+    new = old.refresh(second @ second.T)
+    assert relative(new, second @ second.T) < 1e3 * torch.finfo(dtype).eps
+
+
 def test_too_large_a_change_warns() -> None:
     old = hcurv.compress(kernel_matrix("gaussian", 150, 2), tolerance=1e-3)
     other = normal(150, 150)

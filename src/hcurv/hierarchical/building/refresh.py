@@ -11,6 +11,7 @@ as after a build.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -42,6 +43,10 @@ _NUM_PROBES = 16
 _MAX_COLUMNS, _RIDGE = 1024, 1e-9
 # Columns of V below this share of the largest may have lost their orthogonality to rounding.
 _SURE = 1e-4
+# T is computed in panels of this many rows, so that little more than half of it is enough.
+_PANEL = 256
+# Columns of V that keep this share of their norm beside those before are independent enough.
+_INDEPENDENT = 0.3
 # An error above this multiple of the one before is worth a warning.
 _WORSE = 2.0
 
@@ -105,11 +110,15 @@ def refresh(old: HMatrix, matrix: EntrySource | Tensor, seed: int) -> HMatrix:
 
 def _global_part(old: GlobalPart, source: EntrySource, keeps_range: bool) -> GlobalPart:
     """V of the same rank for another matrix."""
+    rows = old.rows
+    has_all = torch.equal(rows, torch.arange(source.shape[0], device=rows.device))
 
     def multiply(directions: Tensor) -> Tensor:
+        if has_all:
+            return product(source, directions)
         whole = directions.new_zeros(source.shape[0], directions.shape[1])
-        whole.index_copy_(0, old.rows, directions)
-        return product(source, whole).index_select(0, old.rows)
+        whole.index_copy_(0, rows, directions)
+        return product(source, whole).index_select(0, rows)
 
     if keeps_range:
         basis = orthonormal(old.factor)
@@ -117,19 +126,48 @@ def _global_part(old: GlobalPart, source: EntrySource, keeps_range: bool) -> Glo
         values, rotation = torch.linalg.eigh((core + core.T) / 2)
         found = basis @ (rotation * values.clamp(min=0.0).sqrt()).to(basis.dtype)
     else:
-        sketch = GrowingNystrom(multiply)
-        norms = torch.linalg.vector_norm(old.factor, dim=0)
-        # The columns of V are orthogonal. Those that are rounding may not be.
-        sure = norms > _SURE * norms.max()
-        sketch.extend(old.factor[:, sure] / norms[sure], is_basis=True)
-        if not bool(sure.all()):
-            sketch.extend(old.factor[:, ~sure].clone())
-        found = old.factor[:, :0]
-        if sketch.width:
-            found = sketch.factor(min(old.rank, sketch.values.numel()))
+        found = _nystrom(old.factor, multiply)
+    if found.shape[1] == old.rank:
+        return GlobalPart(rows, found)
     factor = old.factor.new_zeros(old.factor.shape)  # rounding may have left fewer columns
     factor[:, : found.shape[1]] = found
-    return GlobalPart(old.rows, factor)
+    return GlobalPart(rows, factor)
+
+
+def _nystrom(old: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+    """Nyström's approximation V Vᵀ from the range of an old V.
+
+    If the matrix has changed a little, Q, the old columns with norm 1, are about eigenvectors, so
+    that T = QᵀHQ is about diagonal. With T = LLᵀ, V = HQ L⁻ᵀ then has nearly orthogonal columns
+    without an eigendecomposition. Rounding is relative to each column, as long as an entry of T is
+    taken from the smaller of the two products that it could come from. Where T is far from
+    diagonal, because the matrix has changed much, V is made anew.
+    """
+    norms = torch.linalg.vector_norm(old, dim=0)
+    sure = norms > _SURE * norms.max()  # all others may have lost their orthogonality to rounding
+    basis = old[:, sure] / norms[sure]
+    if bool(sure.all()):
+        images = multiply(basis)
+        core = torch.zeros(2 * (old.shape[1],), dtype=torch.float64, device=old.device)
+        for start in range(0, old.shape[1], _PANEL):
+            part = slice(start, start + _PANEL)
+            core[part, start:] = (basis[:, part].T @ images[:, start:]).double()
+        core = core.triu().add_(core.triu(1).T)
+        sizes = core.diagonal()
+        roots = sizes.clamp(min=torch.finfo(old.dtype).tiny).sqrt()
+        triangle, failed = torch.linalg.cholesky_ex(core / roots / roots[:, None])
+        if not bool(failed) and bool(triangle.diagonal().min() > _INDEPENDENT):
+            lower = (roots[:, None] * triangle).to(old.dtype)
+            found: Tensor = torch.linalg.solve_triangular(lower.T, images, upper=True, left=False)
+            return found
+        del images
+    sketch = GrowingNystrom(multiply)
+    sketch.extend(basis)
+    if not bool(sure.all()):
+        sketch.extend(old[:, ~sure].clone())
+    if not sketch.width:
+        return old[:, :0]
+    return sketch.factor(min(old.shape[1], sketch.values.numel()))
 
 
 def _blocks(
