@@ -18,7 +18,7 @@ from hcurv.damping import Damping, DampingLike, DeviceLike, as_damping
 from hcurv.factorized import Factorized, check_float_type
 from hcurv.indexing import check_count, check_seed
 from hcurv.layout import layout_of
-from hcurv.linalg.nystrom import double_gram, leading, nystrom, orthonormal
+from hcurv.linalg.nystrom import leading, nystrom, orthonormal, outer_eigenpairs
 from hcurv.linalg.tall_factors import by_columns
 from hcurv.memory import require_bytes
 from hcurv.operators import SymmetricOperator
@@ -170,11 +170,7 @@ class LowRank(SymmetricOperator):
                 return LowRankFactorization(self.vectors, shares, resolved)
             roots = resolved.diagonal(self.shape[0], self.device).rsqrt().to(self.dtype)
             scaled = self.vectors * self.values.sqrt() * roots[:, None]
-            basis = orthonormal(scaled)
-            triangle = double_gram(basis, scaled)
-            shares, mixing = torch.linalg.eigh(triangle @ triangle.T)
-            basis = basis @ mixing.to(basis.dtype)
-            return LowRankFactorization(basis, shares.clamp_(min=0.0), resolved)
+            return LowRankFactorization(*outer_eigenpairs(scaled), resolved)
 
 
 class LowRankFactorization(Factorized):

@@ -21,6 +21,7 @@ __all__ = [
     "nystrom",
     "nystrom_of_sketch",
     "orthonormal",
+    "outer_eigenpairs",
     "tall_qr",
     "whitening",
 ]
@@ -80,6 +81,48 @@ def orthonormal(
         mixing = whitening(gram / norms / norms[:, None]) / norms[:, None]
         columns = columns @ mixing.to(columns.dtype)
     return columns
+
+
+def outer_eigenpairs(columns: Tensor, ranks: OneRank = _ALONE) -> tuple[Tensor, Tensor]:
+    """Q and σ with W Wᵀ = Q diag(σ) Qᵀ, for tall columns W (N, k): orthonormal (N, r), and (r,).
+
+    σ is in double precision. Each of the ``ranks`` has some rows of W, and of Q.
+    """
+    found = None
+    if columns.dtype != torch.float64 and columns.shape[1]:
+        found = _cholesky_qr(columns, ranks)
+    if found is None:
+        basis = orthonormal(columns, ranks=ranks)
+        mixing = torch.eye(basis.shape[1], dtype=torch.float64, device=basis.device)
+        triangle = double_gram(basis, columns, ranks)
+    else:
+        basis, mixing, triangle = found
+    values, rotation = torch.linalg.eigh(triangle @ triangle.T)
+    return basis @ (mixing @ rotation).to(basis.dtype), values.clamp_(min=0.0)
+
+
+def _cholesky_qr(columns: Tensor, ranks: OneRank) -> tuple[Tensor, Tensor, Tensor] | None:
+    """B, M and T with columns = (B M) T, where B M is orthonormal and M and T are small.
+
+    Gram matrices in double precision give the triangles of two rounds, so that nothing tall has to
+    be multiplied for T, and M can be joined with what is done next (CholeskyQR2: Yamamoto,
+    Nakatsukasa, Yanagisawa, Fukaya 2015). None if columns are nearly dependent.
+    """
+    gram = double_gram(columns, columns, ranks)
+    norms = gram.diagonal().sqrt()
+    if not bool((norms > 0).all()):
+        return None
+    first, failed = torch.linalg.cholesky_ex(gram / norms / norms[:, None])
+    if bool(failed) or not bool(first.diagonal().square().min() > _SAFE):
+        return None
+    identity = torch.eye(norms.numel(), dtype=first.dtype, device=first.device)
+    inverse = torch.linalg.solve_triangular(first.T, identity, upper=True) / norms[:, None]
+    basis = columns @ inverse.to(columns.dtype)
+    second, failed = torch.linalg.cholesky_ex(double_gram(basis, basis, ranks))
+    if bool(failed):
+        return None
+    mixing = torch.linalg.solve_triangular(second.T, identity, upper=True)
+    return basis, mixing, second.T @ first.T * norms
 
 
 def tall_qr(columns: Tensor, ranks: OneRank = _ALONE) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hcurv.indexing import Index, resolve_indices
-from hcurv.linalg.nystrom import double_gram, orthonormal
+from hcurv.linalg.nystrom import double_gram, outer_eigenpairs
 from hcurv.linalg.tall_factors import by_columns
 from hcurv.operators import EntryOperator, EntrySource
 from hcurv.sources import blocks, has_product, structural_orders
@@ -233,16 +233,15 @@ def make_update(
         between: whether the update belongs between the halves of a solve.
     """
     columns = apply(part.whole(size))
-    rows = (columns != 0).any(1).nonzero().squeeze(1)
-    columns = columns.index_select(0, rows)
+    rows = torch.linalg.vector_norm(columns, torch.inf, dim=1).nonzero().squeeze(1)
+    if rows.numel() < size:
+        columns = columns.index_select(0, rows)
     if between:
-        basis = orthonormal(columns)
-        triangle = double_gram(basis, columns)
-        values, mixing = torch.linalg.eigh(triangle @ triangle.T)
-        values = values.clamp_(min=0.0)
-        update = GlobalUpdate(rows, basis @ mixing.to(basis.dtype), values, True)
+        basis, values = outer_eigenpairs(columns)
+        update = GlobalUpdate(rows, basis, values, True)
         return Update(update, float(values.log1p().sum()), 0)
-    core = double_gram(part.whole(size).index_select(0, rows), columns)
+    whole = part.whole(size)
+    core = double_gram(whole if rows.numel() == size else whole.index_select(0, rows), columns)
     core = (core + core.T) / 2 + torch.eye(part.rank, dtype=core.dtype, device=core.device)
     values, mixing = torch.linalg.eigh(core)
     basis = columns @ (mixing * values.abs().rsqrt()).to(columns.dtype)

@@ -28,7 +28,7 @@ from hcurv.hierarchical.solving.factorize import (
 )
 from hcurv.hierarchical.solving.inverse_blocks import inverse_diagonal, skeleton_blocks
 from hcurv.hierarchical.solving.tree_solves import TreeSolves
-from hcurv.linalg.nystrom import double_gram, orthonormal
+from hcurv.linalg.nystrom import double_gram, outer_eigenpairs
 
 if TYPE_CHECKING:
     from hcurv.hierarchical.matrix.distributed import DistributedHMatrix
@@ -252,11 +252,7 @@ def make_shared_update(
     share = part.share
     columns = apply(part.factor.contiguous())
     if between:
-        basis = orthonormal(columns, ranks=share.ranks)
-        triangle = double_gram(basis, columns, share.ranks)
-        values, mixing = torch.linalg.eigh(triangle @ triangle.T)
-        values = values.clamp_(min=0.0)
-        basis = basis @ mixing.to(basis.dtype)
+        basis, values = outer_eigenpairs(columns, share.ranks)
         return SharedUpdate(share, basis, values, True, float(values.log1p().sum()), 0)
     core = double_gram(part.factor, columns, share.ranks)
     core = (core + core.T) / 2 + torch.eye(part.rank, dtype=core.dtype, device=core.device)
