@@ -9,7 +9,8 @@ dense Cholesky factorization. Iterative rivals stop at a relative residual of 3e
 default aims too. Then every other way that ``method=`` can force, to see whether the choice was
 good. Errors are those against a dense truth in double precision, where there is one, and else
 against solves to 3e-4, whose variances are right to 1e-7. A rival is stopped when it has taken
-``--patience`` times as long as the default, and "> 3" then stands for its ratio. What takes less
+``--patience`` times as long as the default, and "> 3" then stands for its ratio. It "fails" if it
+ends without reaching the residual, because its preconditioner is not definite. What takes less
 than five seconds runs twice, what takes less than one second five times, and the shortest time
 counts.
 
@@ -101,6 +102,10 @@ class Truth:
 
 class _LateError(Exception):
     """A rival took too long."""
+
+
+class _FailedError(Exception):
+    """A rival ended without a solution: its preconditioner was not definite in this precision."""
 
 
 class _Limited(hcurv.SymmetricOperator):
@@ -290,14 +295,17 @@ class Bench:
         patience = max(LEAST_SECONDS, self._patience * seconds)
 
         def by_cg(preconditioner: Any = None, limited: Any = None) -> Any:
-            return hcurv.cg(
+            result = hcurv.cg(
                 _Limited(matrix, patience) if limited is None else limited,
                 columns,
                 damping=damping,
                 preconditioner=preconditioner,
                 tolerance=RIVAL_TOLERANCE,
                 max_iterations=5000,
-            ).solution
+            )
+            if not result.converged:
+                raise _FailedError(f"residual {float(result.residuals.max()):.0e}")
+            return result.solution
 
         def nystrom(rank: int) -> Any:
             limited = _Limited(matrix, patience)
@@ -321,6 +329,9 @@ class Bench:
                 taken, solved = _timed_often(run)
             except _LateError:
                 cells.append(f"{name} > {patience:.0f} s (> {patience / seconds:.1f})")
+                continue
+            except _FailedError as error:
+                cells.append(f"{name} fails ({error})")
                 continue
             wrong = variance_errors(solved, columns, expected)[0]
             cells.append(f"{name} {taken:.2f} s ({taken / seconds:.2f}, {_percent(wrong)})")

@@ -23,6 +23,7 @@ from hcurv.hierarchical.near_field.matrix import NearFieldStructure
 from hcurv.hierarchical.options import Options
 from hcurv.hierarchical.parts.global_part import GlobalPart, Remainder
 from hcurv.hierarchical.parts.node_share import NodeShare
+from hcurv.hierarchical.parts.plan import StorageCurve
 from hcurv.hierarchical.parts.row_share import RowShare
 from hcurv.hierarchical.parts.shared_part import SharedPart
 from hcurv.hierarchical.planning.ordering import choose_tree, default_leaf_size
@@ -100,8 +101,15 @@ class Builds:
             nodes,
         )
 
-    def build(self, tolerance: float) -> Construction:
-        """Build once."""
+    def build(self, tolerance: float, max_floats: int | None = None) -> Construction:
+        """Build once.
+
+        Raises:
+            TooLargeError: the matrix would clearly take more than ``max_floats``.
+        """
+        part = self.start.global_part
+        if max_floats is not None and part is not None:
+            max_floats -= part.num_stored
         return construct(
             self._rest,
             self.start,
@@ -110,15 +118,18 @@ class Builds:
             self._settings,
             self._phases,
             self._saved.next_build(),
+            max_floats,
         )
 
     def first(self) -> Construction:
         """Build with the tolerance that was planned for, until the result fits."""
         plan = self.start.plan
-        built = self.build(self._least if plan is None else plan.tolerance)
+        tolerance = self._least if plan is None else plan.tolerance
         if self._allowed is None or not self.start.tree.has_clusters:
-            return built
-        return fit_storage(built, self._allowed, self._least, self.build)
+            return self.build(tolerance)
+        curve = StorageCurve() if plan is None else StorageCurve(plan.decay)
+        size = self.start.tree.size
+        return fit_storage(self.build, tolerance, self._allowed, self._least, size, curve)
 
 
 def _rest_of(source: EntrySource, start: BuildStart, diagonal: Tensor) -> EntrySource:

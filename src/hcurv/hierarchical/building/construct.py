@@ -179,6 +179,7 @@ def construct(
     settings: BuildSettings,
     phases: Phases,
     checkpoint: BuildCheckpoint | None = None,
+    max_floats: int | None = None,
 ) -> Construction:
     """Build the matrix of a plan.
 
@@ -190,6 +191,11 @@ def construct(
         settings: everything else.
         phases: where to count the time.
         checkpoint: where the build is saved after each level; None for nowhere.
+        max_floats: if the tree would clearly take more floats, the build is given up; None for no
+            limit.
+
+    Raises:
+        TooLargeError: the build was given up.
     """
     tree, max_rank = start.tree, settings.max_rank
     pattern = settings.structure.pattern(rest, tree)
@@ -198,7 +204,8 @@ def construct(
     budget = ErrorBudget(relative, tree.depth)
     nodes = settings.nodes
     is_shared = nodes is not None and nodes.is_shared
-    builder = Builder(rest, tree, pattern, budget, cap, phases, nodes if is_shared else None)
+    own_nodes = nodes if is_shared else None
+    builder = Builder(rest, tree, pattern, budget, cap, phases, own_nodes, max_floats)
     sampler: Sampler
     with phases.timed("samples"):
         if products is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from typing import Protocol
 
+from hcurv.hierarchical.building.build import TooLargeError
 from hcurv.hierarchical.building.construct import Construction
 from hcurv.hierarchical.parts.plan import StorageCurve
 
@@ -15,6 +16,8 @@ __all__ = ["fit_storage", "max_floats"]
 _WELL_USED = (0.8, 0.6, 0.0)
 # At most so many builds are made until one fits.
 _MAX_BUILDS = 12
+# At most so many builds are given up before they are complete.
+_MAX_GIVEN_UP = 4
 # Another build aims at this share of max_storage, because its size is known to a few per cent only.
 _AIM = 0.92
 # A tolerance within this factor of the smallest one is not worth another build.
@@ -64,44 +67,58 @@ def _share_for(num_floats: int, size: int) -> float:
     return rounded
 
 
+class Build(Protocol):
+    """Builds a matrix."""
+
+    def __call__(self, tolerance: float, max_floats: int | None) -> Construction:
+        """Build with a tolerance; raise `TooLargeError` if it would take far too many floats."""
+
+
 def fit_storage(
-    first: Construction, allowed: int, least: float, build: Callable[[float], Construction]
+    build: Build, tolerance: float, allowed: int, least: float, size: int, curve: StorageCurve
 ) -> Construction:
-    """Build again until the result fits into what is allowed, and makes use of it.
+    """Build until the result fits into what is allowed, and makes use of it.
 
     Plans are estimates, so that a first build may be too large or needlessly inaccurate.
 
     Args:
-        first: the first build.
+        build: builds with some tolerance.
+        tolerance: that of the first build.
         allowed: number of floats that are allowed.
         least: smallest tolerance that is worth a build.
-        build: builds with another tolerance.
+        size: N.
+        curve: how the number of floats depends on the tolerance, as far as it is known.
 
     Raises:
         ValueError: no build was small enough.
     """
-    result, best, tolerance = first, None, first.matrix.record.tolerance
-    smallest = first.matrix.num_stored
-    plan = first.matrix.record.plan
-    curve = StorageCurve() if plan is None else StorageCurve(plan.decay)
+    best: Construction | None = None
+    smallest = size**2
     for attempt in range(_MAX_BUILDS):
-        stored = result.matrix.num_stored
-        curve = curve.seen(tolerance, stored)
-        smallest = min(smallest, stored)
-        if stored <= allowed and (best is None or stored > best.matrix.num_stored):
-            best = result
-        well_used = _WELL_USED[min(attempt, len(_WELL_USED) - 1)] * allowed
-        if stored <= allowed and (stored >= well_used or tolerance <= _CLOSE * least):
-            break
-        if (best is not None and best.matrix.num_stored >= well_used) or tolerance >= 1:
+        try:
+            # The last builds show what is possible.
+            is_limited = attempt < _MAX_GIVEN_UP and tolerance < 1.0
+            result = build(tolerance, allowed if is_limited else None)
+        except TooLargeError as error:
+            curve = curve.seen(tolerance, error.floats)
+        else:
+            stored = result.matrix.num_stored
+            curve = curve.seen(tolerance, stored)
+            smallest = min(smallest, stored)
+            if stored <= allowed and (best is None or stored > best.matrix.num_stored):
+                best = result
+            well_used = _WELL_USED[min(attempt, len(_WELL_USED) - 1)] * allowed
+            if stored <= allowed and (stored >= well_used or tolerance <= _CLOSE * least):
+                break
+            if best is not None and best.matrix.num_stored >= well_used:
+                break
+        if tolerance >= 1:
             break
         step = curve.step(int(_AIM * allowed))
         if best is None:
             step = max(step, 1 + attempt / 4)  # small steps may never get there
         tolerance = min(max(tolerance * step, least), 1.0)
-        result = build(tolerance)
     if best is None:
-        size = first.matrix.shape[0]
         raise ValueError(
             f"max_storage={allowed / size**2:.3g} is too small for these options: the smallest"
             f" matrix that was built stores {smallest} floats. Use max_storage="

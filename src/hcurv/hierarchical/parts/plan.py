@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from torch import Tensor
 
 __all__ = ["Candidate", "Plan", "RankProfile", "StorageCurve", "tree_floats"]
 
@@ -113,6 +115,25 @@ class RankProfile:
     means: tuple[float, ...]
     roots: tuple[float, ...]
     certain: bool
+
+    @classmethod
+    def of_levels(cls, num_rows: int, depth: int, ranks: Sequence[Tensor]) -> RankProfile:
+        """The profile of the lowest levels of a tree, from the ranks of all of their nodes.
+
+        Args:
+            num_rows: number of rows of the matrix.
+            depth: depth of the tree.
+            ranks: ranks of the nodes of each level, from the leaves up, (2^level,).
+        """
+        levels = [level.double() for level in ranks]
+        return cls(
+            num_rows,
+            float(depth),
+            tuple(num_rows // level.numel() for level in levels),
+            tuple(float(level.mean()) for level in levels),
+            tuple(float(level.square().mean().sqrt()) for level in levels),
+            True,
+        )
 
     def without_growth(self) -> RankProfile:
         """The same ranks, as if those of longer nodes were no larger."""
