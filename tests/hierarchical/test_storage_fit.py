@@ -61,8 +61,8 @@ def test_a_build_far_beyond_the_storage_is_not_completed(monkeypatch: pytest.Mon
     monkeypatch.setattr(build_module, "TooLargeError", NotedError)
     # A plan for too small a tolerance, as uncertain estimates may give one.
     monkeypatch.setattr(
-        "hcurv.hierarchical.planning.planner._Planner._choose_within",
-        lambda planner, max_floats, least, rank: (planner._choose(1e-6, rank), 1e-6),
+        "hcurv.hierarchical.planning.within_storage.StorageChoice.best",
+        lambda self, max_floats, least, rank: (self._choose(1e-6, rank), 1e-6),
     )
     allowed = 0.3 * large.compression_rate
     small = hcurv.compress(

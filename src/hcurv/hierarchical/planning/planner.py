@@ -19,12 +19,20 @@ from hcurv.hierarchical.building.construct import BuildStart
 from hcurv.hierarchical.building.phases import Phases
 from hcurv.hierarchical.building.sampler import num_columns_for
 from hcurv.hierarchical.parts.global_part import GlobalPart
-from hcurv.hierarchical.parts.plan import Candidate, Plan, StorageCurve
+from hcurv.hierarchical.parts.plan import Candidate, Plan
 from hcurv.hierarchical.parts.row_share import RowShare
 from hcurv.hierarchical.parts.shared_part import SharedPart
 from hcurv.hierarchical.planning.sample_space_part import part_alone, suits
-from hcurv.hierarchical.planning.sampled_matrix import DEFAULT_WORKSPACE, SampledMatrix
+from hcurv.hierarchical.planning.sampled_matrix import (
+    AMPLE,
+    DEFAULT_WORKSPACE,
+    FIRST_WIDTH,
+    MAX_STEP,
+    USABLE,
+    SampledMatrix,
+)
 from hcurv.hierarchical.planning.tree_estimates import CLEAR, FIRST_COLUMNS, SAFETY, TreeEstimates
+from hcurv.hierarchical.planning.within_storage import FIRST_TOLERANCE, StorageChoice
 from hcurv.hierarchical.tree.cluster_tree import ClusterTree, cluster, depth_for
 from hcurv.memory import InsufficientMemoryError
 from hcurv.operators import EntrySource
@@ -35,28 +43,15 @@ __all__ = ["prepare"]
 
 # Leaf sizes to choose from.
 _LEAF_SIZES = (16, 32, 64, 128, 256, 512, 1024)
-# A global part is first made of this many directions.
-_FIRST_WIDTH = 16
-# A global part of rank g is made of this many times as many directions, and at least of so many
-# times as many.
-_AMPLE, _USABLE = 1.25, 1.15
 # Trees are not estimated as long as few directions suggest a rank below so many times as many.
 _NEAR = 10.0
-# From one step to the next, the directions grow at most by this factor.
-_MAX_STEP = 3.0
 # A global part alone that takes no more than so many times the floats of the smallest leaves is not
 # compared with trees, which would take longer than making it.
 _SMALL = 2.5
 # Estimates of both together that are better by less than this factor are not better.
 _SURE = 1.03
-# The tolerance that a number of floats allows is found in at most six steps, to 10 % of the floats:
-# the estimates themselves are no better.
-_STORAGE_STEPS, _STORAGE_MATCH = 6, 0.1
 # For a tolerance of 0, trees are estimated at this multiple of the machine epsilon.
 _FINEST = 10
-# Trees are first estimated at this tolerance, if storage is what is asked for. For a tolerance of 0
-# without a choice of the global rank, they are compared at it.
-_DEFAULT_TOLERANCE = 1e-2
 # Columns of the global part that change the error by less than this factor are rounding.
 _ROUNDING = 1.05
 
@@ -171,8 +166,7 @@ class _Planner:
         self._estimates = TreeEstimates(
             source, trees, leaf_sizes, keep_diagonal, self._known, phases
         )
-        self._curve = StorageCurve()
-        self._useful_width: float = math.inf  # directions beyond which a global part is too large
+        self._within = StorageChoice(self._known, self._estimates, self._choose)
 
     def run(self, tolerance: float, global_rank: int | None, max_floats: int | None) -> BuildStart:
         """Choose what is left open, and prepare the build of it."""
@@ -187,106 +181,17 @@ class _Planner:
                 only = Candidate(rank, self._leaf_sizes[0], next(iter(self._trees)), 0)
                 return self._finish(None, only)
         if max_floats is not None:
-            candidates, tolerance = self._choose_within(max_floats, tolerance, rank)
+            candidates, tolerance = self._within.best(max_floats, tolerance, rank)
         elif tolerance == 0 and rank is None:
             candidates = self._choose_exact()
         else:
-            candidates = self._choose(tolerance or _DEFAULT_TOLERANCE, rank)
+            candidates = self._choose(tolerance or FIRST_TOLERANCE, rank)
             if tolerance == 0 and candidates[0].ordering == "none":
                 # The given rank suffices for the tolerance of the comparison, not for 0.
                 candidates = self._choose(_FINEST * torch.finfo(self._source.dtype).eps, rank)
         size, others = self._source.shape[0], tuple(candidates[1:])
-        plan = Plan(tolerance, size, candidates[0], others, self._curve.decay)
+        plan = Plan(tolerance, size, candidates[0], others, self._within.curve.decay)
         return self._finish(plan, candidates[0])
-
-    @property
-    def _max_width(self) -> int:
-        """Largest number of directions of a global part."""
-        most = min(self._known.affordable, self._useful_width)
-        return min(self._num_rows, max(_FIRST_WIDTH, int(most)))
-
-    def _choose_within(
-        self, max_floats: int, least: float, rank: int | None
-    ) -> tuple[list[Candidate], float]:
-        """The most accurate way that takes no more floats, with others, and its tolerance."""
-        if rank is None:
-            found = self._alone_within(max_floats, least)
-            if found is not None:
-                return found
-        tolerance = max(_DEFAULT_TOLERANCE, least)
-        # The tree alone shows about what is possible, and is cheaper to estimate.
-        is_alone = rank is None
-        fits: tuple[float, int] | None = None  # a tolerance and its floats
-        too_large: tuple[float, int] | None = None
-        for number in range(_STORAGE_STEPS):
-            candidates = self._choose(tolerance, 0 if is_alone else rank)
-            self._curve = self._curve.seen(tolerance, candidates[0].floats)
-            ratio = candidates[0].floats / max(1, max_floats)
-            is_close = abs(ratio - 1) < _STORAGE_MATCH or (ratio < 1 and tolerance <= least)
-            if is_close and not is_alone:
-                break
-            if is_close or number + 1 == _STORAGE_STEPS // 2:
-                is_alone = False
-            if is_close:
-                continue
-            if ratio <= 1:
-                fits = (tolerance, candidates[0].floats)
-            else:
-                too_large = (tolerance, candidates[0].floats)
-            if fits is not None and too_large is not None:
-                tolerance = _between(fits, too_large, max_floats)
-            else:
-                tolerance = min(max(tolerance * self._curve.step(max_floats), least), 1.0)
-        best = candidates[0]
-        if rank is None and best.ordering == "none" and tolerance > least:
-            # A global part alone may as well use all of the storage.
-            rank = max(0, max_floats - self._estimates.without_tree(0).floats) // self._num_rows
-            if rank > best.global_rank:
-                self._known.extend(min(math.ceil(_AMPLE * rank), self._max_width))
-            rank = min(rank, self._known.rank)
-            candidates[0] = self._estimates.without_tree(rank)
-            tolerance = self._known.residual(rank)
-        return candidates, tolerance
-
-    def _alone_within(self, max_floats: int, least: float) -> tuple[list[Candidate], float] | None:
-        """A global part alone that uses all of the storage, if no tree can be as accurate.
-
-        Few directions show already where a global part is hopeless: exponential extrapolation of
-        its error is too good, and if even then a tree takes far less, no more of them are made.
-        """
-        known = self._known
-        rank = max(0, max_floats - self._estimates.without_tree(0).floats) // self._num_rows
-        most = min(math.ceil(_AMPLE * rank), FIRST_COLUMNS, self._max_width)
-        has_room = self._estimates.first_columns <= known.affordable_pool  # for trees
-        width = min(_FIRST_WIDTH, most)
-        while True:
-            known.extend(width)
-            limit = min(int(known.width / _USABLE), known.rank)
-            if rank == 0 or limit < 2:
-                return None
-            is_last = known.width >= most or known.is_exhausted
-            error = known.residual(min(rank, limit))
-            if rank > limit:
-                error = known.likely_residual(rank, limit, is_last)
-            if is_last and error <= least:
-                return None
-            if (has_room and error > least) or is_last:
-                tree = self._estimates.best(0, error, patient=False)
-                if is_last or tree.floats <= CLEAR * max_floats:
-                    break
-            width = min(math.ceil(_MAX_STEP * known.width), most)
-        if has_room:
-            # If a tree is better than a global part, few directions are enough for one beside it.
-            is_better = tree.floats <= CLEAR * max_floats
-            useful = 0 if is_better else math.ceil(_AMPLE * rank)
-            self._useful_width = max(useful, FIRST_COLUMNS, known.width)
-        if max_floats > CLEAR * tree.floats:
-            return None
-        known.extend(min(math.ceil(_AMPLE * rank), self._max_width))
-        rank = min(rank, known.rank)
-        if known.residual(rank) <= least:
-            return None
-        return [self._estimates.without_tree(rank), tree], known.residual(rank)
 
     def _choose_exact(self) -> list[Candidate]:
         """A tree alone, or a global part alone of the numerical rank of the matrix, best first.
@@ -295,18 +200,18 @@ class _Planner:
         rounding, which no tree compresses.
         """
         tree = self._estimates.best(0, _FINEST * torch.finfo(self._source.dtype).eps)
-        width = _FIRST_WIDTH
+        width = FIRST_WIDTH
         while True:
             # A global part must not take more than the tree.
-            useful = math.ceil(_AMPLE * tree.floats / self._num_rows) + 1
-            width = min(width, useful, self._max_width)
+            useful = math.ceil(AMPLE * tree.floats / self._num_rows) + 1
+            width = min(width, useful, self._known.max_width)
             self._known.extend(width)
             if self._known.is_exhausted:
                 rank = self._known.rank
                 rank = int(self._known.rank_for(_ROUNDING * self._known.residual(rank), rank))
                 options = [tree, self._estimates.without_tree(rank)]
                 return sorted(options, key=lambda candidate: candidate.floats)
-            if width == min(useful, self._max_width):
+            if width == min(useful, self._known.max_width):
                 return [tree]
             width *= 2
 
@@ -320,13 +225,13 @@ class _Planner:
         if rank is not None:
             # If only orderings are compared, estimates may all be too small in the same way.
             return [self._estimates.best(rank, tolerance, patient=len(self._leaf_sizes) > 1)]
-        width = max(min(_FIRST_WIDTH, num_rows), known.width)
+        width = max(min(FIRST_WIDTH, num_rows), known.width)
         tree: Candidate | None = None  # the best without a global part
         others: list[Candidate] = []
         while True:
             known.extend(width)
-            limit = known.rank if known.is_exhausted else min(int(width / _USABLE), known.rank)
-            is_last = known.is_exhausted or width >= self._max_width
+            limit = known.rank if known.is_exhausted else min(int(width / USABLE), known.rank)
+            is_last = known.is_exhausted or width >= self._known.max_width
             alone = known.rank_for(SAFETY * tolerance, limit)
             found = self._estimates.without_tree(int(alone)) if alone <= limit else None
             if found is not None and found.floats <= _SMALL * self._estimates.least_floats:
@@ -370,7 +275,7 @@ class _Planner:
         """Say what the workspace allows, and what would be needed."""
         hint = ""
         if rank < math.inf:
-            wanted = self._known.bytes_for(_AMPLE * rank)
+            wanted = self._known.bytes_for(AMPLE * rank)
             hint = f"; workspace={wanted:.1g} or more may suffice"
         raise InsufficientMemoryError(
             f"the workspace has room for a global part of rank {limit}, which leaves a relative"
@@ -380,8 +285,8 @@ class _Planner:
 
     def _wider(self, width: int, rank: float) -> int:
         """The number of directions to go on to, if a global part seems to need some rank."""
-        step = min(max(1.5, _AMPLE * rank / width), _MAX_STEP)
-        return min(math.ceil(step * width), self._max_width)
+        step = min(max(1.5, AMPLE * rank / width), MAX_STEP)
+        return min(math.ceil(step * width), self._known.max_width)
 
     def _with_both(self, others: list[Candidate], tolerance: float, limit: int) -> list[Candidate]:
         """Other candidates, and those of a tree beside a global part, best first.
@@ -451,10 +356,3 @@ class _Planner:
             scores = self._estimates.scores(chosen.global_rank)
         depth = self._estimates.depth(chosen.leaf_size, tree)
         return replace(tree, depth=depth, scores=scores)
-
-
-def _between(fits: tuple[float, int], too_large: tuple[float, int], floats: int) -> float:
-    """A tolerance between two that take fewer and more floats, on a line in logarithmic scale."""
-    place = math.log(too_large[1] / max(1, floats)) / math.log(too_large[1] / max(1, fits[1]))
-    place = min(max(place, 0.2), 0.8)
-    return float(too_large[0] * (fits[0] / too_large[0]) ** place)

@@ -21,11 +21,25 @@ from hcurv.memory import require_bytes
 from hcurv.operators import EntrySource
 from hcurv.sources import MatrixProduct, RootedSource
 
-__all__ = ["DEFAULT_WORKSPACE", "SampledMatrix", "pool_of"]
+__all__ = [
+    "AMPLE",
+    "DEFAULT_WORKSPACE",
+    "FIRST_WIDTH",
+    "MAX_STEP",
+    "USABLE",
+    "SampledMatrix",
+    "pool_of",
+]
 
 # Bytes that products and global part may take, if nothing else is said.
 DEFAULT_WORKSPACE = 2**32
 
+# A global part is first made of this many directions, which grow at most by a factor of three from
+# one step to the next.
+FIRST_WIDTH, MAX_STEP = 16, 3.0
+# A global part of rank g is made of this many times as many directions, and at least of so many
+# times as many.
+AMPLE, USABLE = 1.25, 1.15
 # So many columns are held out: with a global part, its error is then known to a few per cent.
 _HELD_OUT = 16
 # Directions are multiplied in panels of so many floats (256 MB in single precision), but of at
@@ -65,6 +79,7 @@ class SampledMatrix:
         places: where each row of the matrix lies among them, and −1 for the others, (N,).
         held_out: random vectors, (own rows + 1, s), whose last row is zero, and their products.
         is_exhausted: whether the global part spans the range of the matrix.
+        useful_width: number of directions beyond which a global part is too large to be of use.
     """
 
     def __init__(
@@ -94,6 +109,7 @@ class SampledMatrix:
         multiply: Callable[[Tensor], Tensor] = self._multiply
         self._part = GrowingNystrom(multiply, self._root is not None, share.ranks)
         self.is_exhausted = False
+        self.useful_width: float = math.inf
         self._last: float | None = None  # mean of ‖(H − VVᵀ)ω‖² over held-out columns
         self._tails: list[float] = []  # sums of the squares of the eigenvalues from a rank on
         with phases.timed("samples"):
@@ -119,6 +135,12 @@ class SampledMatrix:
         With it exist the products that it is made of, and its columns in the end.
         """
         return max(0, self._max_columns - self._num_reserved) // self._num_arrays
+
+    @property
+    def max_width(self) -> int:
+        """Largest number of directions that a global part is made of."""
+        most = min(self.affordable, self.useful_width)
+        return min(self.rows.numel(), max(FIRST_WIDTH, int(most)))
 
     @property
     def _num_arrays(self) -> int:
@@ -322,6 +344,8 @@ class SampledMatrix:
             slowing: whether the residual falls more and more slowly. It is too small if not.
         """
         half, whole = self.residual(limit // 2), self.residual(limit)
+        if half == 0:
+            return 0.0
         equal = limit * (rank / limit) ** (1 / _SLOWING if slowing else 1.0)
         steps = (equal - limit) / (limit - limit // 2)
         return whole * math.pow(whole / half, steps)
