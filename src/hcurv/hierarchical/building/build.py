@@ -64,9 +64,10 @@ _CAPPED_FLOATS = 2**28
 # So many nodes, those with most rows, show first whether there are enough columns.
 _PROBED_NODES = 4
 # A build is given up if it is likely to take so many times the floats that are allowed. Ranks of at
-# least so many levels have to be known. Those of higher levels may go on growing as they did, or
-# not at all: on autoencoders and classifiers, the truth was within 30 % of the geometric mean.
-_TOO_LARGE, _LEAST_LEVELS = 1.05, 3
+# least so many levels have to be known, and of nodes with a sixteenth of all rows. Those of higher
+# levels may go on growing as they did, or not at all: on autoencoders and classifiers, the truth
+# was then within 30 % of the geometric mean.
+_TOO_LARGE, _LEAST_LEVELS, _MOST_NODES = 1.05, 3, 16
 # A rank below this share of the columns is what the tolerance asks for; a larger one may have been
 # cut off by the number of columns.
 _FOUND_SHARE = 0.9
@@ -270,7 +271,7 @@ class Builder:
         """Raise if the tree is likely to take too many floats."""
         if self._max_floats is None or self._nodes.is_shared or state.depth == 0:
             return
-        if len(state.levels) < _LEAST_LEVELS:
+        if len(state.levels) < _LEAST_LEVELS or state.levels[-1].ranks.numel() > _MOST_NODES:
             return
         size, depth = self._tree.num_kept, self._tree.depth
         profile = RankProfile.of_levels(size, depth, [level.ranks for level in state.levels])
