@@ -23,7 +23,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
-REQUIRED = {"torch", "numpy", "scipy", "tqdm"}
+REQUIRED = {"torch", "numpy", "scipy", "threadpoolctl", "tqdm"}
 # What an archive of the source must have, to build, test and cite from.
 SOURCES = (
     "pyproject.toml",

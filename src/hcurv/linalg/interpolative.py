@@ -13,9 +13,11 @@ the rest.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from scipy.linalg.lapack import dpstrf
+from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
 __all__ = ["Interpolation", "interpolate_rows", "interpolation_bytes"]
@@ -183,12 +185,14 @@ def _factorize(
     host = gram.cpu().contiguous()
     pivots = torch.empty(num_matrices, num_rows, dtype=torch.long)
     found = torch.empty(num_matrices, dtype=torch.long)
-    for place, (matrix, floor) in enumerate(zip(host.numpy(), floors.tolist(), strict=True)):
-        # The transposed view is stored by columns, as LAPACK wants it, and is overwritten.
-        factor, order, rank, _ = dpstrf(matrix.T, tol=floor, lower=1, overwrite_a=1)
-        matrix.T[:] = factor
-        pivots[place] = torch.from_numpy(order) - 1
-        found[place] = rank
+    # On several threads, SciPy's LAPACK takes twice as long, and slows down torch's for a while.
+    with _blas_of_scipy().limit(limits=1):
+        for place, (matrix, floor) in enumerate(zip(host.numpy(), floors.tolist(), strict=True)):
+            # The transposed view is stored by columns, as LAPACK wants it, and is overwritten.
+            factor, order, rank, _ = dpstrf(matrix.T, tol=floor, lower=1, overwrite_a=1)
+            matrix.T[:] = factor
+            pivots[place] = torch.from_numpy(order) - 1
+            found[place] = rank
     gram.copy_(host).triu_()
     pivots, found = pivots.to(gram.device), found.to(gram.device)
     drops = torch.linalg.vecdot(gram[:, :most], gram[:, :most])
@@ -199,6 +203,12 @@ def _factorize(
     ranks = torch.minimum(ranks, torch.minimum(limits, found))
     gram.masked_fill_(_from(ranks, num_rows)[:, :, None], 0.0)
     return pivots, ranks, left.gather(1, ranks[:, None]).squeeze(1)
+
+
+@cache
+def _blas_of_scipy() -> ThreadpoolController:
+    """The libraries whose number of threads can be set for a while."""
+    return ThreadpoolController().select(user_api="blas")
 
 
 def _from(ranks: Tensor, size: int) -> Tensor:
