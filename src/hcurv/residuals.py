@@ -17,7 +17,7 @@ __all__ = ["warn_of_residual"]
 
 # A relative residual ‖b − (A + D) x‖/‖b‖ above this is warned of.
 _LARGE = 1e-2
-# Number of right-hand sides. The residual may lie in one direction alone, of which one random vector
+# Number of right-hand sides. The residual may lie in one direction alone, of which a random vector
 # has less than half of what is usual in 38 % of all cases.
 _NUM_PROBES = 4
 
