@@ -90,8 +90,8 @@ def compress(
             which hold many nearest neighbours of each other's rows, are stored exactly. This is for
             products: before such a matrix can be factorized, it is compressed once more.
         max_storage: largest number of floats to store, as a share of N² (like `compression_rate`).
-            The error is then the smallest that this allows, but not below ``tolerance`` if that is
-            given.
+            The error is then about the smallest that this allows, but not below ``tolerance`` if
+            that is given. No more builds are made once one of them uses most of it.
         ordering: "angle" or "gram" (the paper's distances), "natural", a name that the source
             offers, a permutation of the rows, or "auto" to choose the one that needs least storage.
         method: "sketch" needs products with the source, "neighbors" needs entries only (the

@@ -13,7 +13,7 @@ __all__ = ["fit_storage", "max_floats"]
 
 # A build that uses this share of max_storage is good enough, the first, the second and any later
 # one. More builds take more time, and gain less and less accuracy.
-_WELL_USED = (0.5, 0.5, 0.0)
+_WELL_USED = (0.8, 0.6, 0.0)
 # At most so many builds are made until one fits.
 _MAX_BUILDS = 12
 # At most so many builds are given up before they are complete.
