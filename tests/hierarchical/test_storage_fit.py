@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import hcurv
-from hcurv.hierarchical.building import build as build_module
-from hcurv.hierarchical.building.build import TooLargeError
+from hcurv.hierarchical.building import size_forecast
+from hcurv.hierarchical.building.size_forecast import TooLargeError
 from hcurv.hierarchical.building.storage_fit import fit_storage
 from hcurv.hierarchical.parts.plan import RankProfile, StorageCurve, tree_floats
 from matrices import kernel_matrix
@@ -58,7 +58,7 @@ def test_a_build_far_beyond_the_storage_is_not_completed(monkeypatch: pytest.Mon
             super().__init__(floats)
             given_up.append(floats)
 
-    monkeypatch.setattr(build_module, "TooLargeError", NotedError)
+    monkeypatch.setattr(size_forecast, "TooLargeError", NotedError)
     # A plan for too small a tolerance, as uncertain estimates may give one.
     monkeypatch.setattr(
         "hcurv.hierarchical.planning.within_storage.StorageChoice.best",

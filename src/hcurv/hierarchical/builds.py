@@ -105,7 +105,7 @@ class Builds:
         """Build once.
 
         Raises:
-            TooLargeError: the matrix would clearly take more than ``max_floats``.
+            TooLargeError: the matrix is likely to take more than ``max_floats``.
         """
         part = self.start.global_part
         if max_floats is not None and part is not None:

@@ -32,6 +32,7 @@ from hcurv.hierarchical.building.sampler import (
     num_columns_for,
 )
 from hcurv.hierarchical.building.shared_rest import OwnEntries, SharedRest
+from hcurv.hierarchical.building.size_forecast import require_small
 from hcurv.hierarchical.building.skeleton_columns import AdaptiveSampler
 from hcurv.hierarchical.parts.levels import (
     Coupling,
@@ -41,7 +42,6 @@ from hcurv.hierarchical.parts.levels import (
     row_table,
 )
 from hcurv.hierarchical.parts.node_share import NodeShare
-from hcurv.hierarchical.parts.plan import RankProfile, tree_floats
 from hcurv.hierarchical.parts.row_share import RowShare
 from hcurv.hierarchical.parts.shape_groups import group_by_shape
 from hcurv.hierarchical.tree.block_pattern import BlockPattern
@@ -50,7 +50,7 @@ from hcurv.linalg.interpolative import interpolation_bytes
 from hcurv.memory import require_bytes
 from hcurv.operators import EntrySource
 
-__all__ = ["Builder", "BuiltBlocks", "TooLargeError"]
+__all__ = ["Builder", "BuiltBlocks"]
 
 # Nodes are taken together as long as their samples, or their Gram matrices, have fewer floats than
 # this: enough for efficient batches, and 128 MB in double precision.
@@ -63,11 +63,6 @@ _CAPPED_OVERSAMPLING = 4
 _CAPPED_FLOATS = 2**28
 # So many nodes, those with most rows, show first whether there are enough columns.
 _PROBED_NODES = 4
-# A build is given up if it is likely to take so many times the floats that are allowed. Ranks of at
-# least so many levels have to be known, and of nodes with a sixteenth of all rows. Those of higher
-# levels may go on growing as they did, or not at all: on autoencoders and classifiers, the truth
-# was then within 30 % of the geometric mean.
-_TOO_LARGE, _LEAST_LEVELS, _MOST_NODES = 1.05, 3, 16
 # A rank below this share of the columns is what the tolerance asks for; a larger one may have been
 # cut off by the number of columns.
 _FOUND_SHARE = 0.9
@@ -76,18 +71,6 @@ _FOUND_SHARE = 0.9
 def _group_step(width: int, num_columns: int) -> int:
     """The number of nodes with so many rows that are interpolated together."""
     return max(1, _GROUP_FLOATS // max(1, width * max(width, num_columns)))
-
-
-class TooLargeError(Exception):
-    """A build was given up, because the matrix would be too large.
-
-    Args:
-        floats: about how many floats it would take.
-    """
-
-    def __init__(self, floats: int) -> None:
-        super().__init__(f"the matrix would take about {floats} floats")
-        self.floats = floats
 
 
 class BuiltBlocks(NamedTuple):
@@ -154,7 +137,7 @@ class Builder:
         phases: where to count the time and show progress.
         nodes: the nodes of this rank; None for one process. If ranks share them, the source is a
             `SharedRest`.
-        max_floats: a build that would clearly take more floats is given up; None for no limit.
+        max_floats: a build that is likely to take more floats is given up; None for no limit.
 
     Attributes:
         num_capped: number of nodes that the cap kept from their tolerance.
@@ -186,7 +169,7 @@ class Builder:
             checkpoint: where to go on, and where to save what was built after each level.
 
         Raises:
-            TooLargeError: the blocks would take more floats than are allowed.
+            TooLargeError: the blocks are likely to take more floats than are allowed.
         """
         tree, phases = self._tree, self._phases
         sampler = AdaptiveSampler(first, tree.num_kept, self._pattern, self._nodes)
@@ -198,7 +181,9 @@ class Builder:
             phases.advance()
             phases.describe(f"building: level {depth}, {2**depth} nodes")
             self._advance(sampler, state)
-            self._require_small(state)
+            if self._max_floats is not None and depth > 1 and not self._nodes.is_shared:
+                ranks = [level.ranks for level in state.levels]
+                require_small(tree.num_kept, tree.depth, ranks, self._max_floats)
             if checkpoint is not None:
                 state.spent, state.num_capped = self._budget.spent, self.num_capped
                 with phases.timed("checkpoint"):
@@ -266,19 +251,6 @@ class Builder:
         if depth == cut:
             level, state.rows = self._join(sampler, state.rows, built.ranks, depth)
             state.top.append(level)
-
-    def _require_small(self, state: BuildState) -> None:
-        """Raise if the tree is likely to take too many floats."""
-        if self._max_floats is None or self._nodes.is_shared or state.depth == 0:
-            return
-        if len(state.levels) < _LEAST_LEVELS or state.levels[-1].ranks.numel() > _MOST_NODES:
-            return
-        size, depth = self._tree.num_kept, self._tree.depth
-        profile = RankProfile.of_levels(size, depth, [level.ranks for level in state.levels])
-        least = tree_floats(size, depth, profile.without_growth())
-        most = tree_floats(size, depth, profile)
-        if math.sqrt(least * most) > _TOO_LARGE * self._max_floats:
-            raise TooLargeError(round(most))
 
     def _entries(self) -> EntrySource:
         """Where to read the entries of own leaves."""
@@ -401,12 +373,17 @@ class Builder:
         """Raise unless there is memory for samples of nodes, and for choosing their skeletons."""
         dtype, needed = self._source.dtype, 0
         for group, width in groups:
-            columns = sampler.num_random(width) or sampler.num_columns
+            num_random = sampler.num_random(width)
+            columns = num_random or sampler.num_columns
             count = min(group.numel(), _group_step(width, columns))
             # The samples, and those of one panel before they are put into place.
             samples = count * width * columns * dtype.itemsize
             choosing = interpolation_bytes(count, width, columns, self._max_rank, dtype)
-            needed = max(needed, samples + max(samples, choosing))
+            gathered = samples
+            if num_random is not None and not sampler.is_random:
+                # All entries of a node's rows, weighted and transposed, before they are summed.
+                gathered = 3 * width * sampler.num_columns * dtype.itemsize
+            needed = max(needed, samples + max(gathered, choosing))
         with self._nodes.share.ranks.agreed():
             require_bytes(
                 needed,

@@ -191,7 +191,7 @@ def construct(
         settings: everything else.
         phases: where to count the time.
         checkpoint: where the build is saved after each level; None for nowhere.
-        max_floats: if the tree would clearly take more floats, the build is given up; None for no
+        max_floats: if the tree is likely to take more floats, the build is given up; None for no
             limit.
 
     Raises:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
-from hcurv.hierarchical.building.build import TooLargeError
 from hcurv.hierarchical.building.construct import Construction
+from hcurv.hierarchical.building.size_forecast import TooLargeError
 from hcurv.hierarchical.parts.plan import StorageCurve
 
 __all__ = ["fit_storage", "max_floats"]
@@ -71,7 +71,7 @@ class Build(Protocol):
     """Builds a matrix."""
 
     def __call__(self, tolerance: float, max_floats: int | None) -> Construction:
-        """Build with a tolerance; raise `TooLargeError` if it would take far too many floats."""
+        """Build with a tolerance; raise `TooLargeError` if it is likely to take too many."""
 
 
 def fit_storage(
