@@ -6,28 +6,35 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import hcurv
-from hcurv.hierarchical.building import size_forecast
-from hcurv.hierarchical.building.size_forecast import TooLargeError
+from hcurv.hierarchical.building import build, size_forecast
+from hcurv.hierarchical.building.size_forecast import (
+    MisfitError,
+    WantedFloats,
+    floats_of_ranks,
+    likely_ranks,
+)
 from hcurv.hierarchical.building.storage_fit import fit_storage
 from hcurv.hierarchical.parts.plan import RankProfile, StorageCurve, tree_floats
 from matrices import kernel_matrix
 
 
 class Builds:
-    """Builds that take tolerance^-0.5 · 100 floats, and are given up if that is far too much."""
+    """Builds that take tolerance^-0.5 · 100 floats, and are given up if these are not wanted."""
 
     def __init__(self, given_up: bool = True) -> None:
         self.given_up = given_up
         self.tried: list[tuple[float, bool]] = []
 
-    def __call__(self, tolerance: float, max_floats: int | None) -> Any:
+    def __call__(self, tolerance: float, wanted: WantedFloats | None) -> Any:
         floats = round(100 * tolerance**-0.5)
-        is_given_up = max_floats is not None and floats > 1.5 * max_floats and self.given_up
+        is_given_up = wanted is not None and self.given_up
+        is_given_up = is_given_up and not wanted.least <= floats <= wanted.most
         self.tried.append((tolerance, is_given_up))
         if is_given_up:
-            raise TooLargeError(floats)
+            raise MisfitError(floats)
         return SimpleNamespace(matrix=SimpleNamespace(num_stored=floats))
 
 
@@ -37,7 +44,10 @@ def test_the_result_fits_and_makes_use_of_the_storage(start: float, given_up: bo
     builds = Builds(given_up)
     found = fit_storage(builds, start, 5000, 1e-9, 10_000, StorageCurve())
     assert 0.6 * 5000 <= found.matrix.num_stored <= 5000
-    assert any(was for _, was in builds.tried) == (given_up and start < 1e-3)
+    assert any(was for _, was in builds.tried) == given_up
+    # Builds that are given up take little time, others do not.
+    if given_up:
+        assert sum(not was for _, was in builds.tried) <= (1 if start > 1e-8 else 2)
 
 
 def test_what_is_too_small_is_refused_with_the_smallest_that_was_built() -> None:
@@ -53,12 +63,12 @@ def test_a_build_far_beyond_the_storage_is_not_completed(monkeypatch: pytest.Mon
     large = hcurv.compress(dense, tolerance=1e-6, leaf_size=16, global_rank=0, ordering="angle")
     given_up: list[int] = []
 
-    class NotedError(TooLargeError):
+    class NotedError(MisfitError):
         def __init__(self, floats: int) -> None:
             super().__init__(floats)
             given_up.append(floats)
 
-    monkeypatch.setattr(size_forecast, "TooLargeError", NotedError)
+    monkeypatch.setattr(size_forecast, "MisfitError", NotedError)
     # A plan for too small a tolerance, as uncertain estimates may give one.
     monkeypatch.setattr(
         "hcurv.hierarchical.planning.within_storage.StorageChoice.best",
@@ -86,3 +96,72 @@ def test_floats_are_foretold_from_the_lowest_levels() -> None:
     most = tree_floats(1024, matrix.tree.depth, few)
     assert least < 1.3 * matrix.num_stored
     assert most > 0.7 * matrix.num_stored
+
+
+def test_floats_follow_from_ranks() -> None:
+    dense = kernel_matrix("inverse multiquadric", 1024, 2, width=0.2)
+    matrix = hcurv.compress(dense, tolerance=1e-3, leaf_size=16, global_rank=0, ordering="angle")
+    sizes = matrix.tree.bounds(matrix.tree.depth).diff()
+    floats = floats_of_ranks(sizes, [level.ranks for level in matrix.levels])
+    assert floats <= matrix.num_stored <= 1.1 * floats  # padding
+
+
+def test_ranks_below_the_cap_are_taken_as_they_are() -> None:
+    ranks = [torch.tensor([3, 4, 5, 0]), torch.tensor([6, 2])]
+    found = likely_ranks(torch.tensor([8, 8, 8, 8]), ranks, 7)
+    assert all(torch.equal(a.long(), b) for a, b in zip(found, ranks, strict=True))
+
+
+@pytest.mark.parametrize("share", [0.6, 0.8, 0.9])
+def test_ranks_that_are_cut_off_go_on_growing(share: float) -> None:
+    """Ranks that keep the same share on each level are foretold, but for the last level."""
+    sizes, true, rows = torch.full((64,), 32), [], torch.full((64,), 32.0).double()
+    for _ in range(6):
+        true.append((share * rows).round())
+        rows = true[-1].view(-1, 2).sum(1)
+    cap = int(true[2][0]) + 1
+    cut = [level.clamp(max=cap).long() for level in true]
+    found = likely_ranks(sizes, cut, cap)
+    for few, whole in zip(found[:-1], true[:-1], strict=True):
+        assert few == pytest.approx(whole, rel=0.02)
+    assert bool((cap <= found[-1]).all() & (found[-1] <= true[-1]).all())
+
+
+def _foretold(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What looks at all levels foretell from now on."""
+    found: list[float] = []
+    require = WantedFloats.require
+
+    def noted(self: WantedFloats, floats: float) -> None:
+        found.append(floats)
+        require(self, floats)
+
+    monkeypatch.setattr(WantedFloats, "require", noted)
+    return found
+
+
+def test_a_look_at_all_levels_foretells_the_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Builds that fit are those that were foretold, and what was looked at changes nothing."""
+    monkeypatch.setattr(build, "_LEAST_ROWS", 0)
+    dense = kernel_matrix("inverse multiquadric", 1200, 2, width=0.1)
+    options = {"leaf_size": 16, "global_rank": 0, "ordering": "angle"}
+    foretold = _foretold(monkeypatch)
+    matrix = hcurv.compress(dense, max_storage=0.2, **options)
+    assert foretold
+    assert foretold[-1] == pytest.approx(matrix.num_stored, rel=0.4)
+    assert 0.6 * 0.2 <= matrix.compression_rate <= 0.2
+
+
+def test_a_look_at_all_levels_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = kernel_matrix("inverse multiquadric", 1200, 2, width=0.1)
+    looks: list[float] = []
+    monkeypatch.setattr(WantedFloats, "require", lambda self, floats: looks.append(floats))
+    found = []
+    for least_rows in (0, 10**6):
+        monkeypatch.setattr(build, "_LEAST_ROWS", least_rows)
+        matrix = hcurv.compress(
+            dense, max_storage=0.2, leaf_size=16, global_rank=0, ordering="angle"
+        )
+        found.append(matrix.to_dense())
+        assert looks
+    assert torch.equal(*found)

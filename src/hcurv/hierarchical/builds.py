@@ -16,6 +16,7 @@ from hcurv.hierarchical.building.construct import (
 )
 from hcurv.hierarchical.building.phases import Phases
 from hcurv.hierarchical.building.shared_rest import OwnEntries, SharedRest
+from hcurv.hierarchical.building.size_forecast import WantedFloats
 from hcurv.hierarchical.building.sketch import RandomProducts
 from hcurv.hierarchical.building.storage_fit import fit_storage
 from hcurv.hierarchical.matrix.distributed import padded
@@ -98,18 +99,19 @@ class Builds:
             options.damping,
             options.damped_tolerance,
             options.seed,
+            options.workspace,
             nodes,
         )
 
-    def build(self, tolerance: float, max_floats: int | None = None) -> Construction:
+    def build(self, tolerance: float, wanted: WantedFloats | None = None) -> Construction:
         """Build once.
 
         Raises:
-            TooLargeError: the matrix is likely to take more than ``max_floats``.
+            MisfitError: the matrix is likely to take other numbers of floats than are wanted.
         """
         part = self.start.global_part
-        if max_floats is not None and part is not None:
-            max_floats -= part.num_stored
+        if wanted is not None and part is not None:
+            wanted = wanted.without(part.num_stored)
         return construct(
             self._rest,
             self.start,
@@ -118,7 +120,7 @@ class Builds:
             self._settings,
             self._phases,
             self._saved.next_build(),
-            max_floats,
+            wanted,
         )
 
     def first(self) -> Construction:

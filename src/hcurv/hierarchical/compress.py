@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hcurv.hierarchical.building.checkpoint import Checkpoint
-from hcurv.hierarchical.building.construct import Construction
+from hcurv.hierarchical.building.construct import DEFAULT_WORKSPACE, Construction
 from hcurv.hierarchical.building.damped_error import (
     badness,
     damped_step,
@@ -28,7 +28,6 @@ from hcurv.hierarchical.matrix.hmatrix import HMatrix
 from hcurv.hierarchical.options import FINEST, Options, check_options
 from hcurv.hierarchical.planning.ordering import default_leaf_size
 from hcurv.hierarchical.planning.products_alone import construct_from_products
-from hcurv.hierarchical.planning.sampled_matrix import DEFAULT_WORKSPACE
 from hcurv.hierarchical.scaling import scale_of, scaled, unscaled
 from hcurv.hierarchical.tree.cluster_tree import Distance, depth_for
 from hcurv.layout import layout_of

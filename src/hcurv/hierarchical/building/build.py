@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -32,7 +33,11 @@ from hcurv.hierarchical.building.sampler import (
     num_columns_for,
 )
 from hcurv.hierarchical.building.shared_rest import OwnEntries, SharedRest
-from hcurv.hierarchical.building.size_forecast import require_small
+from hcurv.hierarchical.building.size_forecast import (
+    WantedFloats,
+    floats_of_ranks,
+    likely_ranks,
+)
 from hcurv.hierarchical.building.skeleton_columns import AdaptiveSampler
 from hcurv.hierarchical.parts.levels import (
     Coupling,
@@ -57,6 +62,11 @@ __all__ = ["Builder", "BuiltBlocks"]
 _GROUP_FLOATS = 2**24
 # Another group of nodes takes about as long as so many floating-point operations.
 _GROUP_FLOPS = 2**27
+# How large a tree will be is foreseen once the ranks of so many levels are known, where a matrix
+# has at least so many rows. Otherwise a complete build takes hardly longer.
+_KNOWN_LEVELS, _LEAST_ROWS = 3, 2**13
+# Blocks of like shape are padded to one shape, which takes about so many times the floats.
+_PADDING = 1.03
 # Where a rank cap cuts a skeleton off, more columns keep its weights from fitting the samples by
 # chance. That many columns are taken only if the sketch has no more floats than this.
 _CAPPED_OVERSAMPLING = 4
@@ -101,12 +111,14 @@ class _Attempt:
         num_capped: number of nodes that the cap kept from their tolerance.
         columns_needed: columns of samples that skeletons of these ranks should be chosen from.
         squared_error: sum over the nodes.
+        capped_error: sum over those that the cap kept from their tolerance.
     """
 
     nodes: list[NodeInterpolations] = field(default_factory=list)
     num_capped: int = 0
     columns_needed: int = 0
     squared_error: float = 0.0
+    capped_error: float = 0.0
 
 
 class _BuiltLevel(NamedTuple):
@@ -137,7 +149,9 @@ class Builder:
         phases: where to count the time and show progress.
         nodes: the nodes of this rank; None for one process. If ranks share them, the source is a
             `SharedRest`.
-        max_floats: a build that is likely to take more floats is given up; None for no limit.
+        wanted: a build that is likely to take other numbers of floats is given up; None for no
+            limits.
+        max_entries: entries that may be read at a time to take samples from.
 
     Attributes:
         num_capped: number of nodes that the cap kept from their tolerance.
@@ -152,13 +166,16 @@ class Builder:
         max_rank: int,
         phases: Phases,
         nodes: NodeShare | None = None,
-        max_floats: int | None = None,
+        wanted: WantedFloats | None = None,
+        max_entries: int = 2**28,
     ) -> None:
         self._source, self._tree, self._pattern = source, tree, pattern
-        self._max_floats = max_floats
         self._budget, self._max_rank, self._phases = budget, max_rank, phases
+        self._max_entries = max_entries
         self._alone = NodeShare(RowShare(tree.permutation))
         self._nodes = self._alone if nodes is None else nodes
+        self._wanted = None if self._nodes.is_shared else wanted
+        self._is_foreseen = tree.num_kept < _LEAST_ROWS
         self.num_capped = 0
 
     def build(self, first: Sampler, checkpoint: BuildCheckpoint | None = None) -> BuiltBlocks:
@@ -169,10 +186,12 @@ class Builder:
             checkpoint: where to go on, and where to save what was built after each level.
 
         Raises:
-            TooLargeError: the blocks are likely to take more floats than are allowed.
+            MisfitError: the blocks are likely to take more or fewer floats than are wanted.
         """
         tree, phases = self._tree, self._phases
-        sampler = AdaptiveSampler(first, tree.num_kept, self._pattern, self._nodes)
+        sampler = AdaptiveSampler(
+            first, tree.num_kept, self._pattern, self._nodes, self._max_entries
+        )
         phases.expect(tree.depth + 1)
         state = None if checkpoint is None else self._resume(sampler, checkpoint)
         if state is None:
@@ -181,9 +200,9 @@ class Builder:
             phases.advance()
             phases.describe(f"building: level {depth}, {2**depth} nodes")
             self._advance(sampler, state)
-            if self._max_floats is not None and depth > 1 and not self._nodes.is_shared:
+            if self._wanted is not None and depth > 1:
                 ranks = [level.ranks for level in state.levels]
-                require_small(tree.num_kept, tree.depth, ranks, self._max_floats)
+                self._wanted.require_few(tree.num_kept, tree.depth, ranks)
             if checkpoint is not None:
                 state.spent, state.num_capped = self._budget.spent, self.num_capped
                 with phases.timed("checkpoint"):
@@ -238,7 +257,7 @@ class Builder:
         """Build one level, and bring the samples to the next one."""
         depth, cut = state.depth, self._nodes.cut
         nodes = self._alone if cut is None or depth < cut else self._nodes
-        built = self._build_level(sampler, state.rows, depth, nodes)
+        built = self._build_level(sampler, state, nodes)
         state.rows, state.depth = built.above, depth - 1
         if nodes.is_shared:
             state.ranks.append(built.ranks)
@@ -260,11 +279,12 @@ class Builder:
         return OwnEntries(self._source)
 
     def _build_level(
-        self, sampler: AdaptiveSampler, rows: LevelRows, depth: int, nodes: NodeShare
+        self, sampler: AdaptiveSampler, state: BuildState, nodes: NodeShare
     ) -> _BuiltLevel:
         """One level of own nodes. On the cut level, couplings are left to `_join`."""
+        rows, depth = state.rows, state.depth
         counts = nodes.of_all(rows.counts, depth)
-        found = self._interpolate(sampler, rows, counts, depth, nodes)
+        found = self._interpolate(sampler, state, counts, nodes)
         own_ranks = torch.zeros_like(rows.counts)
         for some in found:
             own_ranks[some.nodes] = some.ranks
@@ -327,19 +347,14 @@ class Builder:
         return level, above
 
     def _interpolate(
-        self,
-        sampler: AdaptiveSampler,
-        rows: LevelRows,
-        counts: Tensor,
-        depth: int,
-        nodes: NodeShare,
+        self, sampler: AdaptiveSampler, state: BuildState, counts: Tensor, nodes: NodeShare
     ) -> list[NodeInterpolations]:
         """Skeletons and weights of the own nodes of one level.
 
         The sample grows until it has columns enough for the ranks that the tolerance asks for. It
         is tried on the nodes with most rows first, whichever rank has them.
         """
-        largest = int(counts.max())
+        rows, depth, largest = state.rows, state.depth, int(counts.max())
         rank = min(self._max_rank, largest, FIRST_RANK)
         with self._phases.timed("samples"):
             sampler.grow(max(sampler.num_columns, num_columns_for(rank)))
@@ -363,11 +378,38 @@ class Builder:
                 if sampler.norm > 0:
                     self._budget.spend(square / sampler.norm**2)
                 return attempt.nodes
+            self._foresee(sampler, state)
             self._phases.describe(
                 f"building: level {depth}, {2**depth} nodes, {needed} columns of samples"
             )
             with self._phases.timed("samples"):
                 sampler.widen(needed, counts, depth)
+
+    def _foresee(self, sampler: AdaptiveSampler, state: BuildState) -> None:
+        """Raise `MisfitError` if a tree is likely to be larger or smaller than is wanted.
+
+        More columns of samples take nearly all of the time of a build. So before they are made for
+        the first time, the tree is tried out to its root with the columns that there are. They
+        find ranks up to their number, which are few where ranks stop growing. Other ranks are
+        estimated.
+        """
+        if self._is_foreseen or self._wanted is None or len(state.levels) < _KNOWN_LEVELS:
+            return
+        self._is_foreseen = True
+        trial_sampler = sampler.forked()
+        if trial_sampler is None:
+            return
+        cap = min(self._max_rank, int(_FOUND_SHARE * sampler.num_columns))
+        trial = _Trial(self._source, self._tree, self._pattern, copy(self._budget), cap, Phases())
+        ahead = replace(state, levels=list(state.levels))
+        self._phases.describe("building: how large will it be?")
+        with self._phases.timed("planning"):
+            while ahead.depth:
+                trial._advance(trial_sampler, ahead)
+            sizes = self._tree.bounds(self._tree.depth).diff()
+            ranks = likely_ranks(sizes, [level.ranks for level in ahead.levels], cap)
+            floats = _PADDING * floats_of_ranks(sizes, ranks)
+        self._wanted.require(floats)
 
     def _require_samples(self, sampler: Sampler, groups: list[tuple[Tensor, int]]) -> None:
         """Raise unless there is memory for samples of nodes, and for choosing their skeletons."""
@@ -422,8 +464,10 @@ class Builder:
                     )
                     kept = NodeInterpolations.trim(nodes, rows.counts[nodes], found)
                 attempt.nodes.append(kept)
+                squares = (found.errors / sampler.gain).square()
                 attempt.num_capped += int(found.is_capped.sum())
-                attempt.squared_error += float((found.errors / sampler.gain).square().sum())
+                attempt.squared_error += float(squares.sum())
+                attempt.capped_error += float(squares[found.is_capped].sum())
                 if sampler.is_random:
                     capped = bool(found.is_capped.any())
                     needed = self._columns_needed(found.ranks, capped, num_columns, width)
@@ -448,6 +492,23 @@ class Builder:
         is_known = rank < _FOUND_SHARE * num_columns
         likely = num_columns_for(math.ceil(1.1 * rank)) if is_known else 2 * num_columns
         return min(likely, num_columns_for(min(self._max_rank, width)))
+
+
+class _Trial(Builder):
+    """A builder that makes do with the columns that there are, whatever ranks these cut off."""
+
+    def _interpolate(
+        self, sampler: AdaptiveSampler, state: BuildState, counts: Tensor, nodes: NodeShare
+    ) -> list[NodeInterpolations]:
+        groups = group_by_shape(counts, torch.ones_like(counts))
+        own = [(group, int(counts[group].max())) for group in groups]
+        attempt = self._try(sampler, own, state.rows, state.depth)
+        if sampler.norm > 0:
+            # With more columns, nodes that were cut off will make the error that they may make.
+            each = self._budget.node_error(state.depth) ** 2
+            square = (attempt.squared_error - attempt.capped_error) / sampler.norm**2
+            self._budget.spend(square + attempt.num_capped * each)
+        return attempt.nodes
 
 
 def _finish(source: EntrySource) -> None:

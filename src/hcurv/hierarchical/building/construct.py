@@ -16,6 +16,7 @@ from hcurv.hierarchical.building.error_budget import ErrorBudget
 from hcurv.hierarchical.building.neighbor_columns import NeighborSampler
 from hcurv.hierarchical.building.phases import Phases
 from hcurv.hierarchical.building.sampler import Sampler
+from hcurv.hierarchical.building.size_forecast import WantedFloats
 from hcurv.hierarchical.building.sketch import RandomProducts, SketchSampler
 from hcurv.hierarchical.matrix.distributed import DistributedHMatrix, make_top
 from hcurv.hierarchical.matrix.hmatrix import BuildRecord, HMatrix, completed
@@ -31,6 +32,7 @@ from hcurv.hierarchical.tree.cluster_tree import ClusterTree, Distance
 from hcurv.operators import EntrySource
 
 __all__ = [
+    "DEFAULT_WORKSPACE",
     "BuildSettings",
     "BuildStart",
     "Construction",
@@ -39,6 +41,11 @@ __all__ = [
     "SharedStructure",
     "construct",
 ]
+
+# Bytes that a build and its plan may take for random products, if nothing else is said.
+DEFAULT_WORKSPACE = 2**32
+# Entries that samples are taken from may take this share of the workspace.
+_ENTRIES_SHARE = 0.5
 
 # The probes of the damped error have a seed of their own, so that nothing was built from them.
 _PROBE_SEED = 7919
@@ -142,6 +149,7 @@ class BuildSettings:
         damping: λ that the matrix is compressed for, or None.
         damped_tolerance: relative error of (A + λI)⁻¹ that is asked for, or None.
         seed: seed of everything random.
+        workspace: bytes that what a build is made from may take.
         nodes: the nodes that this rank builds; None for one process.
     """
 
@@ -151,6 +159,7 @@ class BuildSettings:
     damping: float | None
     damped_tolerance: float | None
     seed: int
+    workspace: int = DEFAULT_WORKSPACE
     nodes: NodeShare | None = None
 
 
@@ -179,7 +188,7 @@ def construct(
     settings: BuildSettings,
     phases: Phases,
     checkpoint: BuildCheckpoint | None = None,
-    max_floats: int | None = None,
+    wanted: WantedFloats | None = None,
 ) -> Construction:
     """Build the matrix of a plan.
 
@@ -191,11 +200,11 @@ def construct(
         settings: everything else.
         phases: where to count the time.
         checkpoint: where the build is saved after each level; None for nowhere.
-        max_floats: if the tree is likely to take more floats, the build is given up; None for no
-            limit.
+        wanted: how many floats the tree shall take. A build that is likely to take others is given
+            up; None for no limits.
 
     Raises:
-        TooLargeError: the build was given up.
+        MisfitError: the build was given up.
     """
     tree, max_rank = start.tree, settings.max_rank
     pattern = settings.structure.pattern(rest, tree)
@@ -205,7 +214,8 @@ def construct(
     nodes = settings.nodes
     is_shared = nodes is not None and nodes.is_shared
     own_nodes = nodes if is_shared else None
-    builder = Builder(rest, tree, pattern, budget, cap, phases, own_nodes, max_floats)
+    max_entries = int(_ENTRIES_SHARE * settings.workspace) // rest.dtype.itemsize
+    builder = Builder(rest, tree, pattern, budget, cap, phases, own_nodes, wanted, max_entries)
     sampler: Sampler
     with phases.timed("samples"):
         if products is not None:

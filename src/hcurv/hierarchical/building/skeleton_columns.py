@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -23,9 +24,6 @@ from hcurv.sources import DenseMatrix
 
 __all__ = ["AdaptiveSampler", "SkeletonSampler"]
 
-# All entries of a level are read if they are no more than this, or than a sketch would hold on
-# this level: 2^28 floats are 1 GB in single precision.
-_MAX_ENTRIES = 2**28
 # For each point, a column of a product takes four flops a row, and an entry of a symmetric block
 # takes one, in larger products. After a wider sketch, the entries of the next level are often read
 # all the same, which are half as many.
@@ -45,7 +43,8 @@ class AdaptiveSampler:
         num_kept: number of rows of the leaves.
         pattern: says which columns a node leaves out of its samples.
         nodes: the nodes of this rank; None for one process.
-        max_entries: entries of a level that may be read, if a sketch would hold as many.
+        max_entries: all entries of a level are read if they are no more than this, or than a
+            sketch would hold on this level.
     """
 
     def __init__(
@@ -53,8 +52,8 @@ class AdaptiveSampler:
         first: Sampler,
         num_kept: int,
         pattern: BlockPattern,
-        nodes: NodeShare | None = None,
-        max_entries: int = _MAX_ENTRIES,
+        nodes: NodeShare | None,
+        max_entries: int,
     ) -> None:
         self._first, self._pattern, self._max_entries = first, pattern, max_entries
         self._nodes = nodes
@@ -122,6 +121,14 @@ class AdaptiveSampler:
             self._current = SkeletonSampler(values, rows, every, self._pattern, self._nodes, depth)
         else:
             self._current.grow(num_columns)
+
+    def forked(self) -> AdaptiveSampler | None:
+        """A sampler that goes on by itself, while this one stays; None if it is no sketch."""
+        if not isinstance(self._first, SketchSampler) or self._current is not self._first:
+            return None
+        other = copy(self)
+        other._first = other._current = self._first.forked()
+        return other
 
     def join(self, source: EntrySource, rows: LevelRows, counts: Sequence[int]) -> None:
         """Give all rows of the current level to every rank, as `SketchSampler.join` does."""

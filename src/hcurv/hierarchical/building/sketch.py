@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -54,7 +55,8 @@ class RandomProducts:
         seed: seed of the random vectors.
         known: a first panel, as `random_products` gives it.
         held_out: a panel that no sample may be made of; drawn if it is None.
-        max_kept: number of floats that may be kept for another build of the same tree.
+        max_kept: number of floats of products that may be kept for another build of the same
+            tree. Their random vectors are drawn again.
 
     Attributes:
         held_out: as given.
@@ -71,8 +73,9 @@ class RandomProducts:
     ) -> None:
         self.source, self.share = source, share
         self._generator = torch.Generator(source.device).manual_seed(seed)
-        self._panels = [] if known is None or not known[0].shape[1] else [known]
-        self._num_known = len(self._panels)
+        self._known = [] if known is None or not known[0].shape[1] else [known]
+        # Products, and the state of the generator that gives their random vectors.
+        self._kept: list[tuple[Tensor, Tensor]] = []
         self._room = max_kept
         self.held_out = held_out or self._draw(_HELD_OUT)
 
@@ -92,19 +95,26 @@ class RandomProducts:
 
         The caller may change the products.
         """
-        if number == len(self._panels):
-            drawn = self._draw(num_columns)
+        if number < len(self._known):
+            inputs, outputs = self._known[number]
+            return inputs, outputs.clone()
+        place = number - len(self._known)
+        if place < len(self._kept):
+            state, outputs = self._kept[place]
+            again = torch.Generator(self.source.device)
+            again.set_state(state)
+            return self.share.normal(outputs.shape[1], again, self.source), outputs.clone()
+        state = self._generator.get_state()
+        inputs, outputs = self._draw(num_columns)
+        if place == len(self._kept):
             # All ranks decide the same.
-            floats = 2 * self.share.num_rows * drawn[0].shape[1] // self.share.ranks.size
-            if floats > self._room:
+            floats = self.share.num_rows * outputs.shape[1] // self.share.ranks.size
+            if floats <= self._room:
+                self._kept.append((state, outputs.clone()))
+                self._room -= floats
+            else:
                 self._room = 0
-                return drawn
-            self._room -= floats
-            self._panels.append(drawn)
-        elif number > len(self._panels):
-            return self._draw(num_columns)
-        inputs, outputs = self._panels[number]
-        return inputs, outputs.clone()
+        return inputs, outputs
 
     def _draw(self, num_columns: int) -> tuple[Tensor, Tensor]:
         return random_products(self.source, self.share, num_columns, self._generator)
@@ -113,18 +123,19 @@ class RandomProducts:
         """What is needed to draw the same panels from now on."""
         state = self._generator.get_state().long()  # files hold no bytes
         found = {"generator": state, "room": torch.tensor([self._room])}
-        for number, panel in enumerate(self._panels[self._num_known :]):
-            for name, values in zip(("inputs", "outputs"), panel, strict=True):
-                found[f"kept.{number}.{name}"] = values
+        for number, (before, outputs) in enumerate(self._kept):
+            found[f"kept.{number}.generator"] = before.long()
+            found[f"kept.{number}.outputs"] = outputs
         return found
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Go on from what `state` has given."""
         self._generator.set_state(state["generator"].cpu().to(torch.uint8))
         self._room = int(state["room"])
-        del self._panels[self._num_known :]
-        while f"kept.{(number := len(self._panels) - self._num_known)}.inputs" in state:
-            self._panels.append((state[f"kept.{number}.inputs"], state[f"kept.{number}.outputs"]))
+        self._kept = []
+        while f"kept.{(number := len(self._kept))}.generator" in state:
+            before = state[f"kept.{number}.generator"].cpu().to(torch.uint8)
+            self._kept.append((before, state[f"kept.{number}.outputs"]))
 
 
 class SketchSampler:
@@ -185,6 +196,12 @@ class SketchSampler:
             for step in self._steps:
                 panel = step(panel)
             self._panels.append(panel)
+
+    def forked(self) -> SketchSampler:
+        """A sampler with the same columns that goes on by itself, while this one stays."""
+        other = copy(self)
+        other._panels, other._steps = list(self._panels), list(self._steps)
+        return other
 
     def samples(self, nodes: Tensor, table: Tensor) -> Tensor:
         """Samples of the rows of nodes, by their places on the current level, (B, m, s)."""

@@ -6,7 +6,7 @@ import math
 from typing import Protocol
 
 from hcurv.hierarchical.building.construct import Construction
-from hcurv.hierarchical.building.size_forecast import TooLargeError
+from hcurv.hierarchical.building.size_forecast import MisfitError, WantedFloats
 from hcurv.hierarchical.parts.plan import StorageCurve
 
 __all__ = ["fit_storage", "max_floats"]
@@ -16,10 +16,13 @@ __all__ = ["fit_storage", "max_floats"]
 _WELL_USED = (0.8, 0.6, 0.0)
 # At most so many builds are made until one fits.
 _MAX_BUILDS = 12
-# At most so many builds are given up before they are complete.
-_MAX_GIVEN_UP = 4
-# Another build aims at this share of max_storage, because its size is known to a few per cent only.
-_AIM = 0.92
+# At most so many builds are given up before they are complete. That takes little time.
+_MAX_GIVEN_UP = 5
+# A build that is likely to use less than this share of max_storage is given up.
+_LEAST_USED = 0.75
+# Another build aims at this share of max_storage, because its size is known to a few per cent only,
+# or to ten per cent as long as no build is complete.
+_AIM, _FIRST_AIM = 0.92, 0.87
 # A tolerance within this factor of the smallest one is not worth another build.
 _CLOSE = 1.1
 
@@ -70,8 +73,8 @@ def _share_for(num_floats: int, size: int) -> float:
 class Build(Protocol):
     """Builds a matrix."""
 
-    def __call__(self, tolerance: float, max_floats: int | None) -> Construction:
-        """Build with a tolerance; raise `TooLargeError` if it is likely to take too many."""
+    def __call__(self, tolerance: float, wanted: WantedFloats | None) -> Construction:
+        """Build with a tolerance; raise `MisfitError` if other numbers of floats are likely."""
 
 
 def fit_storage(
@@ -94,29 +97,37 @@ def fit_storage(
     """
     best: Construction | None = None
     smallest = size**2
-    for attempt in range(_MAX_BUILDS):
+    num_built = num_given_up = num_too_large = 0
+    for _ in range(_MAX_BUILDS):
+        wanted = None
+        # The last builds show what is possible.
+        if num_given_up < _MAX_GIVEN_UP and tolerance < 1.0:
+            has_room = tolerance > _CLOSE * least and best is None
+            wanted = WantedFloats(_LEAST_USED * allowed if has_room else 0.0, allowed)
         try:
-            # The last builds show what is possible.
-            is_limited = attempt < _MAX_GIVEN_UP and tolerance < 1.0
-            result = build(tolerance, allowed if is_limited else None)
-        except TooLargeError as error:
-            curve = curve.seen(tolerance, error.floats)
+            result = build(tolerance, wanted)
+        except MisfitError as error:
+            floats = error.floats
+            num_given_up += 1
         else:
-            stored = result.matrix.num_stored
-            curve = curve.seen(tolerance, stored)
+            stored = floats = result.matrix.num_stored
             smallest = min(smallest, stored)
             if stored <= allowed and (best is None or stored > best.matrix.num_stored):
                 best = result
-            well_used = _WELL_USED[min(attempt, len(_WELL_USED) - 1)] * allowed
+            well_used = _WELL_USED[min(num_built, len(_WELL_USED) - 1)] * allowed
+            num_built += 1
             if stored <= allowed and (stored >= well_used or tolerance <= _CLOSE * least):
                 break
             if best is not None and best.matrix.num_stored >= well_used:
                 break
         if tolerance >= 1:
             break
-        step = curve.step(int(_AIM * allowed))
-        if best is None:
-            step = max(step, 1 + attempt / 4)  # small steps may never get there
+        curve = curve.seen(tolerance, floats)
+        is_too_large = floats > allowed
+        num_too_large += int(is_too_large)
+        step = curve.step(int((_AIM if num_built else _FIRST_AIM) * allowed))
+        if best is None and is_too_large:
+            step = max(step, 1 + (num_too_large - 1) / 4)  # small steps may never get there
         tolerance = min(max(tolerance * step, least), 1.0)
     if best is None:
         raise ValueError(

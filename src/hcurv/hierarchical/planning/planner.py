@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hcurv.hierarchical.building.construct import BuildStart
+from hcurv.hierarchical.building.construct import DEFAULT_WORKSPACE, BuildStart
 from hcurv.hierarchical.building.phases import Phases
 from hcurv.hierarchical.building.sampler import num_columns_for
 from hcurv.hierarchical.parts.global_part import GlobalPart
@@ -25,7 +25,6 @@ from hcurv.hierarchical.parts.shared_part import SharedPart
 from hcurv.hierarchical.planning.sample_space_part import part_alone, suits
 from hcurv.hierarchical.planning.sampled_matrix import (
     AMPLE,
-    DEFAULT_WORKSPACE,
     FIRST_WIDTH,
     MAX_STEP,
     USABLE,

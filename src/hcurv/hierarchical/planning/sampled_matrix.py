@@ -23,16 +23,12 @@ from hcurv.sources import MatrixProduct, RootedSource
 
 __all__ = [
     "AMPLE",
-    "DEFAULT_WORKSPACE",
     "FIRST_WIDTH",
     "MAX_STEP",
     "USABLE",
     "SampledMatrix",
     "pool_of",
 ]
-
-# Bytes that products and global part may take, if nothing else is said.
-DEFAULT_WORKSPACE = 2**32
 
 # A global part is first made of this many directions, which grow at most by a factor of three from
 # one step to the next.
