@@ -155,7 +155,7 @@ def test_a_sketch_that_does_not_fit_is_replaced_by_a_narrower_one(
     found = []
     for free in (10**9, 2_400_000):
         monkeypatch.setattr("hcurv.inversion.ways.available_bytes", lambda device, free=free: free)
-        costs = CostModel(matrix, 1923, torch.float32, 1e-2, seconds_per_column=1.0)
+        costs = CostModel(matrix, 1923, torch.float32, 1e-2, 1.0, torch.float32)
         ways = costs.ways(spectrum, [16, 32, 64])
         found += [(way.size, way.fits) for way in ways if way.name == "iterations"]
     assert found == [(64, True), (32, True)]

@@ -116,6 +116,36 @@ def test_single_precision_is_solved_to_the_tolerance(name: str, method: str, rat
     truth.check(factorized, tolerance)
 
 
+@pytest.mark.parametrize("method", ["iterations", "kronecker", "subset", "compressed"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_double_network_is_iterated_in_single_precision_where_that_is_enough(
+    name: str, method: str
+) -> None:
+    for ratio, tolerance, single in ((1e-1, 1e-2, True), (1e-4, 1e-2, True), (1e-4, 1e-6, False)):
+        truth = Truth(CASES[name], ratio)
+        factorized = operator(name).factorize(truth.damping, tolerance=tolerance, method=method)
+        assert isinstance(factorized, IterativeFactorization)
+        working = torch.float32 if single and truth.largest > 0 else torch.float64
+        assert factorized.product(truth.rhs.to(working)).dtype == working
+        solved = factorized.solve(truth.rhs)
+        assert solved.dtype == factorized.dtype == torch.float64
+        assert bool((truth.solve_errors(solved) <= tolerance).all())
+        assert factorized.sample(2).dtype == torch.float64
+
+
+def test_a_damping_or_a_scale_beyond_single_precision_is_left_to_double() -> None:
+    case = CASES["classifier"]
+    for ratio, scale in ((1e-7, 1.0), (1e-2, 1e-20), (1e-2, 1e20)):
+        damping = ratio * scale * Truth(case, 1.0).largest
+        loss = hcurv.losses.HalfSquaredError(reduction="sum")
+        model = nn.Linear(5, 4, dtype=torch.float64)
+        inputs = scale**0.5 * normal(30, 5)
+        factorized = hcurv.GaussNewton(model, loss, inputs).factorize(damping, method="iterations")
+        rhs = normal(24, 2)
+        # A product in single precision refuses vectors in double precision.
+        assert factorized.product(rhs).dtype == torch.float64
+
+
 @every_method
 @pytest.mark.parametrize("num_points", [1, 13, 40])
 def test_all_that_a_factorization_can_do(method: str, num_points: int) -> None:

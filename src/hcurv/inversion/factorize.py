@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cached_property
 from typing import get_args
 
 import torch
@@ -21,8 +22,10 @@ from hcurv.inversion.sample_space import SampleSpaceFactorization, dense_kernel_
 from hcurv.inversion.sketch import GrowingSketch, Spectrum
 from hcurv.inversion.ways import CostModel, InversionPlan, Trial, Way, WayName
 from hcurv.memory import require_bytes
+from hcurv.network.factored_matrix import FactoredMatrix
 from hcurv.network.gauss_newton import GaussNewton
 from hcurv.network.kernel import TangentKernel
+from hcurv.network.point_sum import PointSum
 from hcurv.network.problem import Problem
 from hcurv.network.random_draws import draw_points
 
@@ -44,6 +47,11 @@ _ROUGH = 0.3
 _NUM_PROBES = 16
 # The entries of S have relative errors of about this many units of rounding.
 _ROUNDING_UNITS = 10
+# In single precision, conjugate gradients reach relative residuals of about a tenth of λ₁/λ units
+# of rounding (two classifiers at λ/λ₁ of 1e-5 and 1e-6). They shall be half of what is aimed at.
+_RESIDUAL_UNITS = 0.2
+# Squares of numbers between this one and one over it fit into single precision.
+_USUAL = 1e15
 # Conjugate gradients in sample space reach relative residuals of about this many units of rounding,
 # times the fourth root of λ₁/λ (measured for λ₁/λ of 1e4 in single and 1e8 in double precision).
 _INNER_UNITS = 10
@@ -103,6 +111,7 @@ class _Inversion:
             self._dtype,
             tolerance,
             self._sketch.seconds_per_column,
+            self._iterated_precision(float(diagonal.max()), spectrum.largest),
         )
         # EKFAC in place of H, and the way that it gives, once it was made.
         self._kronecker: tuple[StandIn, Way] | None = None
@@ -134,6 +143,28 @@ class _Inversion:
         """
         rounding = torch.finfo(self._matrix.dtype).eps * condition
         return self._matrix.dtype if rounding <= self._tolerance else torch.float64
+
+    def _iterated_precision(self, largest: float, condition: float) -> torch.dtype:
+        """The precision of sketches and iterations: single, if that is good enough.
+
+        Products then take half the time. Residuals have rounding errors of about eps·λ₁/λ, which
+        must be well below what solves aim at. Points that are not in memory are read in the
+        precision of the model anyway, so that nothing is gained there.
+        """
+        matrix, dtype = self._matrix, self._matrix.dtype
+        if dtype != torch.float64 or isinstance(matrix.root, PointSum):
+            return dtype
+        scales = (largest, float(self._damping.tensor.min()), float(self._damping.tensor.max()))
+        if not all(1 / _USUAL <= scale <= _USUAL for scale in scales):
+            return dtype
+        rounding = _RESIDUAL_UNITS * float(torch.finfo(torch.float32).eps) * condition
+        return torch.float32 if rounding <= AIM * self._tolerance else dtype
+
+    @cached_property
+    def _iterated(self) -> FactoredMatrix:
+        """H in the precision of iterations."""
+        dtype = self._costs.iterated_dtype
+        return self._matrix if dtype == self._matrix.dtype else self._matrix.in_precision(dtype)
 
     def run(self, method: str) -> Factorized:
         """Choose, and factorize."""
@@ -194,7 +225,12 @@ class _Inversion:
                 continue
             if chosen.name != "iterations" or chosen.size <= self._sketch.width:
                 return chosen, ways, spectrum
-            self._sketch.grow(2 * self._sketch.width)
+            self._grow()
+
+    def _grow(self) -> None:
+        """Double the sketch."""
+        self._sketch = self._sketch.of(self._iterated)
+        self._sketch.grow(2 * self._sketch.width)
 
     def _try_kronecker(self, seconds: float) -> None:
         """Make EKFAC, if it may be faster than this, and see how it does."""
@@ -229,7 +265,7 @@ class _Inversion:
             chosen = next(way for way in ways if way.name == method)
             if method != "iterations" or chosen.size <= self._sketch.width:
                 break
-            self._sketch.grow(2 * self._sketch.width)
+            self._grow()
         return chosen, ways, spectrum
 
     def _require(self, name: WayName, nbytes: int) -> None:
@@ -277,9 +313,12 @@ class _Inversion:
             stand_in = self._kronecker[0]
         else:
             stand_in = self._sketch.stand_in()
-        precise = None if self._dtype == dtype else lambda: self._matrix.in_precision(self._dtype)
+        iterated = self._iterated
+        precise: Callable[[], FactoredMatrix] | None = None
+        if self._dtype != iterated.dtype:
+            precise = lambda: self._matrix.in_precision(self._dtype)  # noqa: E731
         return IterativeFactorization(
-            self._matrix,
+            iterated,
             stand_in,
             self._damping,
             self._tolerance,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -137,6 +138,16 @@ class GrowingSketch:
         self._image = self._start
         self._eigenpairs: tuple[Tensor, Tensor] | None = None
         self.seconds_per_column = 0.0
+
+    def of(self, matrix: SymmetricOperator) -> GrowingSketch:
+        """The same columns, and further ones of the same H in another precision."""
+        if matrix.dtype == self._start.dtype:
+            return self
+        other = copy(self)
+        other._matrix, other._roots = matrix, self._roots.to(matrix.dtype)
+        other._start, other._image = self._start.to(matrix.dtype), self._image.to(matrix.dtype)
+        other._eigenpairs = None
+        return other
 
     @property
     def width(self) -> int:

@@ -161,6 +161,7 @@ class CostModel:
         dtype: the precision that is worked in.
         tolerance: relative error of solves that is asked for.
         seconds_per_column: time of a product of H with one of several columns.
+        iterated_dtype: the precision of sketches and iterations.
     """
 
     def __init__(
@@ -170,9 +171,10 @@ class CostModel:
         dtype: torch.dtype,
         tolerance: float,
         seconds_per_column: float,
+        iterated_dtype: torch.dtype,
     ) -> None:
         self._matrix, self._num_nonzero = matrix, num_nonzero
-        self._dtype, self._tolerance = dtype, tolerance
+        self._dtype, self._tolerance, self.iterated_dtype = dtype, tolerance, iterated_dtype
         free = available_bytes(matrix.device)
         figures = (
             machine_speed(dtype, matrix.device),
@@ -184,8 +186,10 @@ class CostModel:
         # All ranks must choose the same way, so they use the same figures.
         speed, column, most, stored, with_entries = matrix.ranks.most(figures)
         self._speed, self._most = speed, math.inf if free is None else -most
-        # Iterations work in the precision of the model. Double precision takes twice as long.
-        self._column = column
+        # Products in double precision take twice as long as in single.
+        is_halved = iterated_dtype != matrix.dtype
+        self._column = column / 2 if is_halved else column
+        self._for_iterations = int(stored) * iterated_dtype.itemsize if is_halved else 0
         self._exact_column = (2.0 if dtype != matrix.dtype else 1.0) * column
         # What conversion to another precision takes, and what entries take that products do not.
         converted = dtype != matrix.dtype
@@ -240,8 +244,8 @@ class CostModel:
         nystrom = _NYSTROM_FLOPS * size * rank**2 / self._speed
         one = self._iteration() + 4 * size * rank * NUM_COLUMNS / (0.3 * self._speed)
         seconds = rank * self._column + nystrom + count * one
-        # Vectors have the precision of the model, and nothing is converted.
-        nbytes = size * (6 * NUM_COLUMNS + 4 * rank) * self._matrix.dtype.itemsize
+        nbytes = size * (6 * NUM_COLUMNS + 4 * rank) * self.iterated_dtype.itemsize
+        nbytes += self._for_iterations
         fits = nbytes <= self._most
         return Way("iterations", rank, seconds, nbytes, self._tolerance, fits)
 
@@ -264,7 +268,7 @@ class CostModel:
         """Conjugate gradients, preconditioned by EKFAC, which is made already."""
         seconds = trial.num_iterations * (self._iteration() + trial.seconds)
         floats = stand_in.factorized.num_stored + 6 * NUM_COLUMNS * self._matrix.shape[0]
-        nbytes = floats * self._matrix.dtype.itemsize
+        nbytes = floats * self._matrix.dtype.itemsize + self._for_iterations
         fits = nbytes <= self._most
         return Way("kronecker", 0, seconds, nbytes, self._tolerance, fits)
 
