@@ -108,7 +108,7 @@ def test_floats_follow_from_ranks() -> None:
 
 def test_ranks_below_the_cap_are_taken_as_they_are() -> None:
     ranks = [torch.tensor([3, 4, 5, 0]), torch.tensor([6, 2])]
-    found = likely_ranks(torch.tensor([8, 8, 8, 8]), ranks, 7)
+    found = likely_ranks(torch.tensor([8, 8, 8, 8]), ranks, 7, max_rank=100)
     assert all(torch.equal(a.long(), b) for a, b in zip(found, ranks, strict=True))
 
 
@@ -121,10 +121,12 @@ def test_ranks_that_are_cut_off_go_on_growing(share: float) -> None:
         rows = true[-1].view(-1, 2).sum(1)
     cap = int(true[2][0]) + 1
     cut = [level.clamp(max=cap).long() for level in true]
-    found = likely_ranks(sizes, cut, cap)
+    found = likely_ranks(sizes, cut, cap, max_rank=10**6)
     for few, whole in zip(found[:-1], true[:-1], strict=True):
         assert few == pytest.approx(whole, rel=0.02)
     assert bool((cap <= found[-1]).all() & (found[-1] <= true[-1]).all())
+    capped = likely_ranks(sizes, cut, cap, max_rank=cap)
+    assert all(torch.equal(few, same.double()) for few, same in zip(capped, cut, strict=True))
 
 
 def _foretold(monkeypatch: pytest.MonkeyPatch) -> list[float]:

@@ -103,7 +103,8 @@ def compress(
             larger one, and the diagonal of H is always kept.
         workspace: about how many bytes random products and a global part may take while they are
             made, besides what the source itself uses. It bounds the rank of a global part that can
-            be considered for very large matrices.
+            be considered for very large matrices. Entries that samples of a tree are taken from
+            take at most half of it.
         seed: seed of everything random. The result is a function of source, arguments and seed.
         progress: show on stderr what is being done, in planning and building, and for how long.
         process_group: a group of `torch.distributed`, whose ranks share the matrix, the work and

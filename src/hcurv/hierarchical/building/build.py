@@ -62,9 +62,9 @@ __all__ = ["Builder", "BuiltBlocks"]
 _GROUP_FLOATS = 2**24
 # Another group of nodes takes about as long as so many floating-point operations.
 _GROUP_FLOPS = 2**27
-# How large a tree will be is foreseen once the ranks of so many levels are known, where a matrix
-# has at least so many rows. Otherwise a complete build takes hardly longer.
-_KNOWN_LEVELS, _LEAST_ROWS = 3, 2**13
+# How large a tree will be is foreseen where a matrix has at least so many rows. Otherwise a
+# complete build takes hardly longer.
+_LEAST_ROWS = 2**13
 # Blocks of like shape are padded to one shape, which takes about so many times the floats.
 _PADDING = 1.03
 # Where a rank cap cuts a skeleton off, more columns keep its weights from fitting the samples by
@@ -393,7 +393,7 @@ class Builder:
         find ranks up to their number, which are few where ranks stop growing. Other ranks are
         estimated.
         """
-        if self._is_foreseen or self._wanted is None or len(state.levels) < _KNOWN_LEVELS:
+        if self._is_foreseen or self._wanted is None or not state.levels:
             return
         self._is_foreseen = True
         trial_sampler = sampler.forked()
@@ -407,7 +407,8 @@ class Builder:
             while ahead.depth:
                 trial._advance(trial_sampler, ahead)
             sizes = self._tree.bounds(self._tree.depth).diff()
-            ranks = likely_ranks(sizes, [level.ranks for level in ahead.levels], cap)
+            found = [level.ranks for level in ahead.levels]
+            ranks = likely_ranks(sizes, found, cap, self._max_rank)
             floats = _PADDING * floats_of_ranks(sizes, ranks)
         self._wanted.require(floats)
 

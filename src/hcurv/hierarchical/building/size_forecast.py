@@ -95,7 +95,7 @@ def floats_of_ranks(sizes: Tensor, ranks: Sequence[Tensor]) -> float:
     return total
 
 
-def likely_ranks(sizes: Tensor, ranks: Sequence[Tensor], cap: int) -> list[Tensor]:
+def likely_ranks(sizes: Tensor, ranks: Sequence[Tensor], cap: int, max_rank: int) -> list[Tensor]:
     """Ranks of all nodes, if those of some nodes were cut off at ``cap``.
 
     A node that was cut off is taken to keep a share of its children's skeleton rows that lies
@@ -108,6 +108,7 @@ def likely_ranks(sizes: Tensor, ranks: Sequence[Tensor], cap: int) -> list[Tenso
         sizes: numbers of rows of the leaves, (2^depth,).
         ranks: ranks of the nodes of all levels, from the leaves up, cut off at the cap.
         cap: the largest rank that could be found.
+        max_rank: the largest rank that is allowed.
     """
     rows, others, found = sizes.double(), 1.0, []
     below = torch.ones_like(rows)  # the shares that children kept
@@ -117,7 +118,8 @@ def likely_ranks(sizes: Tensor, ranks: Sequence[Tensor], cap: int) -> list[Tenso
             kept = float(rows[~is_cut].sum())
             others = float(known[~is_cut].sum()) / kept if kept > 0 else 0.0
         share = (below * others).sqrt() * (1.0 if level.numel() > 2 else _LAST_SHARE)
-        found.append(torch.where(is_cut, torch.maximum(known, share * rows), known))
+        likely = (share * rows).clamp(max=max_rank)
+        found.append(torch.where(is_cut, torch.maximum(known, likely), known))
         pairs = found[-1].view(-1, 2)
         shares = torch.where(rows > 0, found[-1] / rows, 0.0).view(-1, 2)
         rows = pairs.sum(1)
