@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hcurv.hierarchical.building.assembly import (
     Batch,
-    NodeInterpolations,
     basis_batches,
     coupling_batches,
     leaf_blocks,
@@ -23,64 +22,30 @@ from hcurv.hierarchical.building.assembly import (
 )
 from hcurv.hierarchical.building.checkpoint import BuildCheckpoint, BuildState
 from hcurv.hierarchical.building.error_budget import ErrorBudget
-from hcurv.hierarchical.building.level_step import choose_skeletons
 from hcurv.hierarchical.building.phases import Phases
-from hcurv.hierarchical.building.sampler import (
-    EXTRA_COLUMNS,
-    FIRST_RANK,
-    LevelRows,
-    Sampler,
-    num_columns_for,
-)
+from hcurv.hierarchical.building.sampler import LevelRows, Sampler
 from hcurv.hierarchical.building.shared_rest import OwnEntries, SharedRest
 from hcurv.hierarchical.building.size_forecast import (
     WantedFloats,
     floats_of_ranks,
     likely_ranks,
 )
+from hcurv.hierarchical.building.skeleton_choice import SkeletonChooser
 from hcurv.hierarchical.building.skeleton_columns import AdaptiveSampler
-from hcurv.hierarchical.parts.levels import (
-    Coupling,
-    LeafBlocks,
-    Level,
-    identity_bases,
-    row_table,
-)
+from hcurv.hierarchical.parts.levels import Coupling, LeafBlocks, Level, identity_bases
 from hcurv.hierarchical.parts.node_share import NodeShare
 from hcurv.hierarchical.parts.row_share import RowShare
-from hcurv.hierarchical.parts.shape_groups import group_by_shape
 from hcurv.hierarchical.tree.block_pattern import BlockPattern
 from hcurv.hierarchical.tree.cluster_tree import ClusterTree
-from hcurv.linalg.interpolative import interpolation_bytes
-from hcurv.memory import require_bytes
 from hcurv.operators import EntrySource
 
 __all__ = ["Builder", "BuiltBlocks"]
 
-# Nodes are taken together as long as their samples, or their Gram matrices, have fewer floats than
-# this: enough for efficient batches, and 128 MB in double precision.
-_GROUP_FLOATS = 2**24
-# Another group of nodes takes about as long as so many floating-point operations.
-_GROUP_FLOPS = 2**27
 # How large a tree will be is foreseen where a matrix has at least so many rows. Otherwise a
 # complete build takes hardly longer.
 _LEAST_ROWS = 2**13
 # Blocks of like shape are padded to one shape, which takes about so many times the floats.
 _PADDING = 1.03
-# Where a rank cap cuts a skeleton off, more columns keep its weights from fitting the samples by
-# chance. That many columns are taken only if the sketch has no more floats than this.
-_CAPPED_OVERSAMPLING = 4
-_CAPPED_FLOATS = 2**28
-# So many nodes, those with most rows, show first whether there are enough columns.
-_PROBED_NODES = 4
-# A rank below this share of the columns is what the tolerance asks for; a larger one may have been
-# cut off by the number of columns.
-_FOUND_SHARE = 0.9
-
-
-def _group_step(width: int, num_columns: int) -> int:
-    """The number of nodes with so many rows that are interpolated together."""
-    return max(1, _GROUP_FLOATS // max(1, width * max(width, num_columns)))
 
 
 class BuiltBlocks(NamedTuple):
@@ -100,25 +65,6 @@ class BuiltBlocks(NamedTuple):
     levels: tuple[Level, ...]
     ranks: tuple[Tensor, ...] = ()
     top: tuple[Level, ...] = ()
-
-
-@dataclass
-class _Attempt:
-    """Interpolations of the nodes of a level, from a given number of columns.
-
-    Attributes:
-        nodes: what was found.
-        num_capped: number of nodes that the cap kept from their tolerance.
-        columns_needed: columns of samples that skeletons of these ranks should be chosen from.
-        squared_error: sum over the nodes.
-        capped_error: sum over those that the cap kept from their tolerance.
-    """
-
-    nodes: list[NodeInterpolations] = field(default_factory=list)
-    num_capped: int = 0
-    columns_needed: int = 0
-    squared_error: float = 0.0
-    capped_error: float = 0.0
 
 
 class _BuiltLevel(NamedTuple):
@@ -152,9 +98,6 @@ class Builder:
         wanted: a build that is likely to take other numbers of floats is given up; None for no
             limits.
         max_entries: entries that may be read at a time to take samples from.
-
-    Attributes:
-        num_capped: number of nodes that the cap kept from their tolerance.
     """
 
     def __init__(
@@ -170,13 +113,19 @@ class Builder:
         max_entries: int = 2**28,
     ) -> None:
         self._source, self._tree, self._pattern = source, tree, pattern
-        self._budget, self._max_rank, self._phases = budget, max_rank, phases
-        self._max_entries = max_entries
+        self._budget, self._phases, self._max_entries = budget, phases, max_entries
         self._alone = NodeShare(RowShare(tree.permutation))
         self._nodes = self._alone if nodes is None else nodes
+        self._chooser = SkeletonChooser(
+            source, tree.num_kept, budget, max_rank, phases, self._nodes.share.ranks
+        )
         self._wanted = None if self._nodes.is_shared else wanted
         self._is_foreseen = tree.num_kept < _LEAST_ROWS
-        self.num_capped = 0
+
+    @property
+    def num_capped(self) -> int:
+        """Number of nodes that the cap kept from their tolerance."""
+        return self._chooser.num_capped
 
     def build(self, first: Sampler, checkpoint: BuildCheckpoint | None = None) -> BuiltBlocks:
         """Build all blocks from the leaves up.
@@ -250,7 +199,7 @@ class Builder:
                 sampler.skip(level)
         sampler.restore(state.samples, state.rows, state.depth)
         self._budget.spend(state.spent)
-        self.num_capped = state.num_capped
+        self._chooser.num_capped = state.num_capped
         return state
 
     def _advance(self, sampler: AdaptiveSampler, state: BuildState) -> None:
@@ -284,7 +233,9 @@ class Builder:
         """One level of own nodes. On the cut level, couplings are left to `_join`."""
         rows, depth = state.rows, state.depth
         counts = nodes.of_all(rows.counts, depth)
-        found = self._interpolate(sampler, state, counts, nodes)
+        found = self._chooser.choose(
+            sampler, rows, counts, depth, nodes, partial(self._foresee, sampler, state)
+        )
         own_ranks = torch.zeros_like(rows.counts)
         for some in found:
             own_ranks[some.nodes] = some.ranks
@@ -346,45 +297,6 @@ class Builder:
             sampler.ascend(level, places, above)
         return level, above
 
-    def _interpolate(
-        self, sampler: AdaptiveSampler, state: BuildState, counts: Tensor, nodes: NodeShare
-    ) -> list[NodeInterpolations]:
-        """Skeletons and weights of the own nodes of one level.
-
-        The sample grows until it has columns enough for the ranks that the tolerance asks for. It
-        is tried on the nodes with most rows first, whichever rank has them.
-        """
-        rows, depth, largest = state.rows, state.depth, int(counts.max())
-        rank = min(self._max_rank, largest, FIRST_RANK)
-        with self._phases.timed("samples"):
-            sampler.grow(max(sampler.num_columns, num_columns_for(rank)))
-        # Padding takes time, and so does every group.
-        padding = _GROUP_FLOPS // max(1, largest * sampler.num_columns)
-        groups = group_by_shape(counts, torch.ones_like(counts), least_saving=padding)
-        groups.sort(key=lambda group: -int(counts[group].max()))
-        own = [(nodes.own_of(group, depth), int(counts[group].max())) for group in groups]
-        probed = [(nodes.own_of(groups[0][:_PROBED_NODES], depth), own[0][1])]
-        while True:
-            needed = 0
-            if sampler.is_random and groups[0].numel() > _PROBED_NODES:
-                needed = self._try(sampler, probed, rows, depth).columns_needed
-                needed = nodes.largest(needed)
-            if needed <= sampler.num_columns:
-                attempt = self._try(sampler, own, rows, depth)
-                needed = nodes.largest(attempt.columns_needed)
-            if needed <= sampler.num_columns:
-                square, capped = nodes.totals(attempt.squared_error, attempt.num_capped)
-                self.num_capped += int(capped)
-                if sampler.norm > 0:
-                    self._budget.spend(square / sampler.norm**2)
-                return attempt.nodes
-            self._foresee(sampler, state)
-            self._phases.describe(
-                f"building: level {depth}, {2**depth} nodes, {needed} columns of samples"
-            )
-            with self._phases.timed("samples"):
-                sampler.widen(needed, counts, depth)
-
     def _foresee(self, sampler: AdaptiveSampler, state: BuildState) -> None:
         """Raise `MisfitError` if a tree is likely to be larger or smaller than is wanted.
 
@@ -396,120 +308,20 @@ class Builder:
         if self._is_foreseen or self._wanted is None or not state.levels:
             return
         self._is_foreseen = True
-        trial_sampler = sampler.forked()
-        if trial_sampler is None:
+        ahead_sampler = sampler.forked()
+        if ahead_sampler is None:
             return
-        cap = min(self._max_rank, int(_FOUND_SHARE * sampler.num_columns))
-        trial = _Trial(self._source, self._tree, self._pattern, copy(self._budget), cap, Phases())
-        ahead = replace(state, levels=list(state.levels))
+        trial, ahead = copy(self), replace(state, levels=list(state.levels))
+        trial._chooser, trial._phases = self._chooser.trial(sampler.num_columns), Phases()
         self._phases.describe("building: how large will it be?")
         with self._phases.timed("planning"):
             while ahead.depth:
-                trial._advance(trial_sampler, ahead)
+                trial._advance(ahead_sampler, ahead)
             sizes = self._tree.bounds(self._tree.depth).diff()
             found = [level.ranks for level in ahead.levels]
-            ranks = likely_ranks(sizes, found, cap, self._max_rank)
-            floats = _PADDING * floats_of_ranks(sizes, ranks)
+            cap, most = trial._chooser.max_rank, self._chooser.max_rank
+            floats = _PADDING * floats_of_ranks(sizes, likely_ranks(sizes, found, cap, most))
         self._wanted.require(floats)
-
-    def _require_samples(self, sampler: Sampler, groups: list[tuple[Tensor, int]]) -> None:
-        """Raise unless there is memory for samples of nodes, and for choosing their skeletons."""
-        dtype, needed = self._source.dtype, 0
-        for group, width in groups:
-            num_random = sampler.num_random(width)
-            columns = num_random or sampler.num_columns
-            count = min(group.numel(), _group_step(width, columns))
-            # The samples, and those of one panel before they are put into place.
-            samples = count * width * columns * dtype.itemsize
-            choosing = interpolation_bytes(count, width, columns, self._max_rank, dtype)
-            gathered = samples
-            if num_random is not None and not sampler.is_random:
-                # All entries of a node's rows, weighted and transposed, before they are summed.
-                gathered = 3 * width * sampler.num_columns * dtype.itemsize
-            needed = max(needed, samples + max(gathered, choosing))
-        with self._nodes.share.ranks.agreed():
-            require_bytes(
-                needed,
-                self._source.device,
-                f"choosing skeletons from {sampler.num_columns} columns of samples",
-                ("choose a smaller leaf_size or max_rank", "choose a larger tolerance"),
-            )
-
-    def _try(
-        self,
-        sampler: AdaptiveSampler,
-        groups: list[tuple[Tensor, int]],
-        rows: LevelRows,
-        depth: int,
-    ) -> _Attempt:
-        """Interpolate groups of nodes, each with the largest number of rows of its nodes.
-
-        All groups are tried, also if the first has too few columns: how many columns are needed
-        must not depend on which nodes lie on this rank.
-        """
-        num_columns = sampler.num_columns
-        allowed = self._budget.node_error(depth) * sampler.norm * sampler.gain
-        self._require_samples(sampler, groups)
-        attempt = _Attempt()
-        for group, width in groups:
-            if group.numel() == 0:
-                continue
-            num_random = sampler.num_random(width)
-            for nodes in group.split(_group_step(width, num_random or num_columns)):
-                table = row_table(rows.starts[nodes], rows.counts[nodes], width, rows.size)
-                with self._phases.timed("samples"):
-                    samples = sampler.samples(nodes, table)
-                with self._phases.timed("interpolation"):
-                    found = choose_skeletons(
-                        samples, rows.scales[table], allowed, self._max_rank, num_random
-                    )
-                    kept = NodeInterpolations.trim(nodes, rows.counts[nodes], found)
-                attempt.nodes.append(kept)
-                squares = (found.errors / sampler.gain).square()
-                attempt.num_capped += int(found.is_capped.sum())
-                attempt.squared_error += float(squares.sum())
-                attempt.capped_error += float(squares[found.is_capped].sum())
-                if sampler.is_random:
-                    capped = bool(found.is_capped.any())
-                    needed = self._columns_needed(found.ranks, capped, num_columns, width)
-                    attempt.columns_needed = max(attempt.columns_needed, needed)
-        return attempt
-
-    def _columns_needed(self, ranks: Tensor, capped: bool, num_columns: int, width: int) -> int:
-        """How many columns interpolations of some ranks should be made of.
-
-        A rank well below the number of columns is the one that the tolerance asks for, with some
-        uncertainty. Otherwise it may be any larger number, and the columns are doubled.
-        """
-        if capped:
-            generous = _CAPPED_OVERSAMPLING * self._max_rank + EXTRA_COLUMNS
-            if 2 * self._tree.num_kept * generous <= _CAPPED_FLOATS:
-                return generous
-            return num_columns_for(self._max_rank)
-        rank = int(ranks.max())
-        needed = num_columns_for(rank)
-        if needed <= num_columns:
-            return needed
-        is_known = rank < _FOUND_SHARE * num_columns
-        likely = num_columns_for(math.ceil(1.1 * rank)) if is_known else 2 * num_columns
-        return min(likely, num_columns_for(min(self._max_rank, width)))
-
-
-class _Trial(Builder):
-    """A builder that makes do with the columns that there are, whatever ranks these cut off."""
-
-    def _interpolate(
-        self, sampler: AdaptiveSampler, state: BuildState, counts: Tensor, nodes: NodeShare
-    ) -> list[NodeInterpolations]:
-        groups = group_by_shape(counts, torch.ones_like(counts))
-        own = [(group, int(counts[group].max())) for group in groups]
-        attempt = self._try(sampler, own, state.rows, state.depth)
-        if sampler.norm > 0:
-            # With more columns, nodes that were cut off will make the error that they may make.
-            each = self._budget.node_error(state.depth) ** 2
-            square = (attempt.squared_error - attempt.capped_error) / sampler.norm**2
-            self._budget.spend(square + attempt.num_capped * each)
-        return attempt.nodes
 
 
 def _finish(source: EntrySource) -> None:
