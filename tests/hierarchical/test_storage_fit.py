@@ -10,6 +10,7 @@ import torch
 
 import hcurv
 from hcurv.hierarchical.building import build, size_forecast
+from hcurv.hierarchical.building.error_budget import ErrorBudget
 from hcurv.hierarchical.building.size_forecast import (
     MisfitError,
     WantedFloats,
@@ -167,3 +168,30 @@ def test_a_look_at_all_levels_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
         found.append(matrix.to_dense())
         assert looks
     assert torch.equal(*found)
+
+
+def test_a_build_that_would_be_a_little_too_large_makes_larger_errors_at_its_end() -> None:
+    dense = kernel_matrix("inverse multiquadric", 1024, 2, width=0.1)
+    matrix = hcurv.compress(dense, tolerance=1e-3, leaf_size=16, global_rank=0, ordering="angle")
+    depth, ranks = matrix.tree.depth, [level.ranks for level in matrix.levels]
+    sizes = matrix.tree.bounds(depth).diff()
+    whole = floats_of_ranks(sizes, ranks)
+    few = next(count for count in range(3, depth) if len(ranks[count - 1]) <= 16)
+    reliefs = []
+    for share in (1.4, 0.95, 0.9):
+        wanted = WantedFloats(0.0, share * whole)
+        reliefs.append(wanted.relief(sizes, depth, ranks[:few]))
+        assert wanted.relief(sizes, depth, ranks[: few - 1]) == 1.0  # too early to say
+    assert 1.0 == reliefs[0] < reliefs[1] < reliefs[2] < 10
+    with pytest.raises(MisfitError):
+        WantedFloats(0.0, 0.5 * whole).relief(sizes, depth, ranks[:few])
+
+
+def test_a_looser_budget_allows_just_as_much_more_on_the_levels_that_are_left() -> None:
+    for spent in (0.0, 2e-7, 6e-7):  # nothing, a part of it, more than all
+        budget, loose = ErrorBudget(1e-3, 5), ErrorBudget(1e-3, 5)
+        for each in (budget, loose):
+            each.spend(spent)
+        loose.loosen(3, 2.0)
+        assert loose.node_error(3) == pytest.approx(2 * budget.node_error(3))
+        assert loose.spent == budget.spent

@@ -151,9 +151,13 @@ class Builder:
             self._advance(sampler, state)
             if self._wanted is not None and depth > 1:
                 ranks = [level.ranks for level in state.levels]
-                self._wanted.require_few(tree.num_kept, tree.depth, ranks)
+                sizes = tree.bounds(tree.depth).diff()
+                relief = self._wanted.relief(sizes, tree.depth, ranks)
+                if relief > 1:
+                    self._budget.loosen(depth - 1, relief)
             if checkpoint is not None:
-                state.spent, state.num_capped = self._budget.spent, self.num_capped
+                state.whole, state.spent = self._budget.whole, self._budget.spent
+                state.num_capped, state.is_foreseen = self.num_capped, self._is_foreseen
                 with phases.timed("checkpoint"):
                     checkpoint.save(state, sampler)
         phases.advance()
@@ -198,8 +202,8 @@ class Builder:
             for level in state.top:
                 sampler.skip(level)
         sampler.restore(state.samples, state.rows, state.depth)
-        self._budget.spend(state.spent)
-        self._chooser.num_capped = state.num_capped
+        self._budget.whole, self._budget.spent = state.whole, state.spent
+        self._chooser.num_capped, self._is_foreseen = state.num_capped, state.is_foreseen
         return state
 
     def _advance(self, sampler: AdaptiveSampler, state: BuildState) -> None:

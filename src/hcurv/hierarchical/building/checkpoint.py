@@ -59,8 +59,10 @@ class BuildState:
         ranks: then the ranks of all their nodes,
         top: and levels that are on every rank.
         samples: the state of the sampler, if it was read from a file.
-        spent: how much of the allowed error was made.
+        whole: how much error is allowed, and
+        spent: how much of it was made.
         num_capped: number of nodes that a rank cap kept from their tolerance.
+        is_foreseen: whether it was seen that the matrix will have the size that is wanted.
     """
 
     depth: int
@@ -71,8 +73,10 @@ class BuildState:
     ranks: list[Tensor] = field(default_factory=list)
     top: list[Level] = field(default_factory=list)
     samples: Mapping[str, Tensor] = field(default_factory=dict)
+    whole: float = 0.0
     spent: float = 0.0
     num_capped: int = 0
+    is_foreseen: bool = False
 
 
 class Checkpoint:
@@ -291,8 +295,10 @@ class BuildCheckpoint:
         samples = {f"samples.{name}": tensor for name, tensor in sampler.state().items()}
         description = {
             "depth": state.depth,
+            "whole": state.whole,
             "spent": state.spent,
             "num_capped": state.num_capped,
+            "is_foreseen": state.is_foreseen,
             "levels": [_counts(level) for level in state.levels],
             "top": [_counts(level) for level in state.top],
             "num_ranks": len(state.ranks),
@@ -333,8 +339,10 @@ def _make_state(
         [tensors[f"ranks.{number}"] for number in range(description["num_ranks"])],
         built["top"],
         samples,
+        description["whole"],
         description["spent"],
         description["num_capped"],
+        description["is_foreseen"],
     )
 
 

@@ -28,18 +28,26 @@ class ErrorBudget:
         depth: number of levels below the root.
 
     Attributes:
-        spent: the squared error that was made so far, over ‖H‖_F².
+        whole: half of the squared error of the whole matrix, over ‖H‖_F².
+        spent: how much of it was made so far.
     """
 
     def __init__(self, tolerance: float, depth: float) -> None:
-        self._whole, self._depth = tolerance**2 / 2, depth
+        self.whole, self._depth = tolerance**2 / 2, depth
         self.spent = 0.0
 
     def node_error(self, depth: float) -> float:
         """Error, over ‖H‖_F, that each of the 2^depth nodes of a level may make."""
-        least = _LEAST_SHARE * self._whole * depth / self._depth
-        available = max(self._whole - self.spent, least)
-        return math.sqrt(available / depth / 2**depth)
+        return math.sqrt(self._available(depth) / depth / 2**depth)
+
+    def loosen(self, depth: float, factor: float) -> None:
+        """Let each node from a level on make so many times the error."""
+        self.whole = self.spent + factor**2 * self._available(depth)
+
+    def _available(self, depth: float) -> float:
+        """The squared error that the levels from this one up may make together."""
+        least = _LEAST_SHARE * self.whole * depth / self._depth
+        return max(self.whole - self.spent, least)
 
     def spend(self, squared_error: float) -> None:
         """Subtract the squared error that all nodes of a level have made, over ‖H‖_F²."""
