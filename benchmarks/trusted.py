@@ -14,6 +14,8 @@ ends without reaching the residual, because its preconditioner is not definite. 
 than five seconds runs twice, what takes less than one second five times, and the shortest time
 counts.
 
+``--double`` takes models in double precision for all dampings, otherwise only for the smallest ones.
+
 ``--influence`` measures something else: the time, set-up included, until influence scores of 16
 test points have a rank correlation of 0.99 with the truth, at λ = 1e-4 λ₁. The default way and
 conjugate gradients run with looser and looser tolerances, down to the loosest that is enough.
@@ -206,9 +208,16 @@ class Bench:
     """One task."""
 
     def __init__(
-        self, name: str, task: Task, ways: bool, ranks: tuple[int, ...], patience: float
+        self,
+        name: str,
+        task: Task,
+        ways: bool,
+        ranks: tuple[int, ...],
+        patience: float,
+        double: bool,
     ) -> None:
         self._task, self._ways, self._ranks, self._patience = task, ways, ranks, patience
+        self._single_ratio = math.inf if double else SINGLE_RATIO
         self._matrices: dict[torch.dtype, hcurv.GaussNewton] = {}
         matrix = self._matrix(torch.float32)
         values, _, residuals = lanczos(
@@ -242,7 +251,7 @@ class Bench:
     def cell(self, label: str, ratio: float) -> None:
         """Measure one damping."""
         task, damping = self._task, ratio * self._largest
-        dtype = torch.float32 if ratio > SINGLE_RATIO else torch.float64
+        dtype = torch.float32 if ratio > self._single_ratio else torch.float64
         matrix = self._matrix(dtype)
         checked = output_columns(task, dtype, NUM_CHECKED)
         columns = checked[:, :NUM_COLUMNS].contiguous()
@@ -422,6 +431,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="of the rivals")
     parser.add_argument("--patience", type=float, default=PATIENCE, help="with rivals")
     parser.add_argument("--no-ways", action="store_true", help="leave out the other ways")
+    parser.add_argument("--double", action="store_true", help="models in double precision")
     parser.add_argument("--influence", action="store_true", help="see above")
     arguments = parser.parse_args()
     print(describe_machine())
@@ -431,7 +441,14 @@ def main() -> None:
         if arguments.only and not any(part in name for part in arguments.only):
             continue
         ranks = tuple(arguments.ranks)
-        bench = Bench(name, make(arguments.data), not arguments.no_ways, ranks, arguments.patience)
+        bench = Bench(
+            name,
+            make(arguments.data),
+            not arguments.no_ways,
+            ranks,
+            arguments.patience,
+            arguments.double,
+        )
         if arguments.influence:
             bench.influence()
             continue
