@@ -14,7 +14,7 @@ ends without reaching the residual, because its preconditioner is not definite. 
 than five seconds runs twice, what takes less than one second five times, and the shortest time
 counts.
 
-``--double`` takes models in double precision for all dampings, otherwise only for the smallest ones.
+``--double`` takes double precision for all dampings, and not for the smallest ones alone.
 
 ``--influence`` measures something else: the time, set-up included, until influence scores of 16
 test points have a rank correlation of 0.99 with the truth, at λ = 1e-4 λ₁. The default way and
