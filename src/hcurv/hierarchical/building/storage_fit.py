@@ -19,7 +19,7 @@ _MAX_BUILDS = 12
 # At most so many builds are given up before they are complete. That takes little time.
 _MAX_GIVEN_UP = 5
 # A build that is likely to use less than this share of max_storage is given up.
-_LEAST_USED = 0.75
+_LEAST_USED = 0.7
 # Another build aims at this share of max_storage, because its size is known to a few per cent only,
 # or to ten per cent as long as no build is complete.
 _AIM, _FIRST_AIM = 0.92, 0.87
