@@ -41,9 +41,9 @@ from hcurv.operators import EntrySource
 
 __all__ = ["Builder", "BuiltBlocks"]
 
-# How large a tree will be is foreseen where a matrix has at least so many rows. Otherwise a
-# complete build takes hardly longer.
-_LEAST_ROWS = 2**13
+# How large a tree will be is foreseen once the ranks of so many levels are known, where a matrix
+# has at least so many rows. Otherwise a complete build takes hardly longer.
+_KNOWN_LEVELS, _LEAST_ROWS = 3, 2**13
 # Blocks of like shape are padded to one shape, which takes about so many times the floats.
 _PADDING = 1.03
 
@@ -309,7 +309,7 @@ class Builder:
         find ranks up to their number, which are few where ranks stop growing. Other ranks are
         estimated.
         """
-        if self._is_foreseen or self._wanted is None or not state.levels:
+        if self._is_foreseen or self._wanted is None or len(state.levels) < _KNOWN_LEVELS:
             return
         self._is_foreseen = True
         ahead_sampler = sampler.forked()

@@ -23,6 +23,9 @@ _LEAST_USED = 0.7
 # Another build aims at this share of max_storage, because its size is known to a few per cent only,
 # or to ten per cent as long as no build is complete.
 _AIM, _FIRST_AIM = 0.92, 0.87
+# After a build that was given up, the tolerance falls by no more than this factor. What is foretold
+# for far smaller ones is uncertain, and they make builds long.
+_FINER = 0.25
 # A tolerance within this factor of the smallest one is not worth another build.
 _CLOSE = 1.1
 
@@ -126,6 +129,8 @@ def fit_storage(
         is_too_large = floats > allowed
         num_too_large += int(is_too_large)
         step = curve.step(int((_AIM if num_built else _FIRST_AIM) * allowed))
+        if not num_built:
+            step = max(step, _FINER)
         if best is None and is_too_large:
             step = max(step, 1 + (num_too_large - 1) / 4)  # small steps may never get there
         tolerance = min(max(tolerance * step, least), 1.0)
