@@ -218,6 +218,8 @@ class CostModel:
         """A way that asks for entries over this share of the points."""
         nbytes = int(floats * self._dtype.itemsize) + self._copies
         nbytes += int(entries * self._for_entries)
+        if name in ("subset", "compressed"):
+            nbytes += self._for_iterations
         return Way(name, size, seconds, nbytes, accuracy, nbytes <= self._most)
 
     def _rounding(self, spectrum: Spectrum) -> float:
