@@ -44,7 +44,8 @@ _ROWS: dict[tuple[str, str], tuple[float, float | None, float | None, float | No
 _INITIAL = "initial weights"
 # Single precision is not asked for more than this tolerance.
 _FINEST = 2e-5
-# This row gets a coarser tolerance, because a matrix that uses all of the storage takes hours.
+# This row gets a coarser tolerance: a matrix that uses all of the storage takes more than half an
+# hour.
 _COARSE = {("AE (c)", "high"): 1e-3}
 
 
@@ -179,12 +180,12 @@ TABLE = Table(
         "Over the first 10,000 training images, in single precision. Ours:"
         " `hcurv.compress(H, max_storage=allowed, tolerance=2e-5)`, which may stop below the"
         " storage that it is allowed (AE (c) high: tolerance 1e-3, to stop well below; what all of"
-        " the storage allows takes hours). RSVD: `LowRank`, of rank `allowed · N`. K-FAC: all"
-        " Kronecker blocks, with one sample a point and with the exact expectation (the paper's"
-        " number of samples, which it counts as storage k/N, lies in between); `K-FAC %K` is what"
-        " it truly stores. The paper has no classifiers in this table. Trained by the recipe, the"
-        " hidden units of AE (b) and (c) are all but off, on which K-FAC breaks down; rows with"
-        " initial weights show it where it does well."
+        " the storage allows takes more than half an hour). RSVD: `LowRank`, of rank"
+        " `allowed · N`. K-FAC: all Kronecker blocks, with one sample a point and with the exact"
+        " expectation (the paper's number of samples, which it counts as storage k/N, lies in"
+        " between); `K-FAC %K` is what it truly stores. The paper has no classifiers in this"
+        " table. Trained by the recipe, the hidden units of AE (b) and (c) are all but off, on"
+        " which K-FAC breaks down; rows with initial weights show it where it does well."
     ),
     rows=rows,
     measure=measure,
