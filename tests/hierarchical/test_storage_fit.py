@@ -36,7 +36,7 @@ class Builds:
         self.tried.append((tolerance, is_given_up))
         if is_given_up:
             raise MisfitError(floats)
-        return SimpleNamespace(matrix=SimpleNamespace(num_stored=floats))
+        return SimpleNamespace(matrix=SimpleNamespace(num_stored=floats, estimated_error=tolerance))
 
 
 @pytest.mark.parametrize("given_up", [True, False])

@@ -11,15 +11,15 @@ from hcurv.hierarchical.parts.plan import StorageCurve
 
 __all__ = ["fit_storage", "max_floats"]
 
-# A build that uses this share of max_storage is good enough, the first, the second and any later
-# one. More builds take more time, and gain less and less accuracy.
-_WELL_USED = (0.8, 0.6, 0.0)
+# A complete build that uses this share of max_storage is good enough, the first, the second and any
+# later one. More builds take more time, and gain less and less accuracy.
+_WELL_USED = (0.65, 0.6, 0.0)
 # At most so many builds are made until one fits.
 _MAX_BUILDS = 12
 # At most so many builds are given up before they are complete. That takes little time.
 _MAX_GIVEN_UP = 5
 # A build that is likely to use less than this share of max_storage is given up.
-_LEAST_USED = 0.7
+_LEAST_USED = 0.75
 # Another build aims at this share of max_storage, because its size is known to a few per cent only,
 # or to ten per cent as long as no build is complete.
 _AIM, _FIRST_AIM = 0.92, 0.87
@@ -115,11 +115,12 @@ def fit_storage(
         else:
             stored = floats = result.matrix.num_stored
             smallest = min(smallest, stored)
-            if stored <= allowed and (best is None or stored > best.matrix.num_stored):
+            fits = stored <= allowed
+            if fits and (best is None or _error(result) < _error(best)):
                 best = result
             well_used = _WELL_USED[min(num_built, len(_WELL_USED) - 1)] * allowed
             num_built += 1
-            if stored <= allowed and (stored >= well_used or tolerance <= _CLOSE * least):
+            if fits and (stored >= well_used or tolerance <= _CLOSE * least):
                 break
             if best is not None and best.matrix.num_stored >= well_used:
                 break
@@ -142,3 +143,7 @@ def fit_storage(
             ' leave them to be chosen (leaf_size=None, global_rank="auto")'
         )
     return best
+
+
+def _error(built: Construction) -> float:
+    return built.matrix.estimated_error
