@@ -314,9 +314,8 @@ class _Inversion:
         else:
             stand_in = self._sketch.stand_in()
         iterated = self._iterated
-        precise: Callable[[], FactoredMatrix] | None = None
-        if self._dtype != iterated.dtype:
-            precise = lambda: self._matrix.in_precision(self._dtype)  # noqa: E731
+        is_precise = iterated.dtype == self._dtype
+        precise = None if is_precise else lambda: self._matrix.in_precision(self._dtype)
         return IterativeFactorization(
             iterated,
             stand_in,

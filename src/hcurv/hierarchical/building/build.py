@@ -95,8 +95,8 @@ class Builder:
         phases: where to count the time and show progress.
         nodes: the nodes of this rank; None for one process. If ranks share them, the source is a
             `SharedRest`.
-        wanted: a build that is likely to take other numbers of floats is given up; None for no
-            limits.
+        wanted: how many floats the tree shall take. A build that is likely to take others is given
+            up; None for no limits.
         max_entries: entries that may be read at a time to take samples from.
     """
 
@@ -108,9 +108,9 @@ class Builder:
         budget: ErrorBudget,
         max_rank: int,
         phases: Phases,
-        nodes: NodeShare | None = None,
-        wanted: WantedFloats | None = None,
-        max_entries: int = 2**28,
+        nodes: NodeShare | None,
+        wanted: WantedFloats | None,
+        max_entries: int,
     ) -> None:
         self._source, self._tree, self._pattern = source, tree, pattern
         self._budget, self._phases, self._max_entries = budget, phases, max_entries
