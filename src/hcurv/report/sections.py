@@ -89,7 +89,7 @@ def _about_inverses(comparison: Comparison) -> list[str]:
             " other methods (medians)."
         )
     if exact is not None:
-        told.append(f"H.factorize inverts the exact matrix: {percent(exact)}.")
+        told.append(f"Those by H.factorize, which inverts the exact matrix: {percent(exact)}.")
     return told
 
 

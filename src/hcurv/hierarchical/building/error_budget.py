@@ -28,7 +28,7 @@ class ErrorBudget:
         depth: number of levels below the root.
 
     Attributes:
-        whole: half of the squared error of the whole matrix, over ‖H‖_F².
+        whole: half of the squared error that the whole matrix may have, over ‖H‖_F².
         spent: how much of it was made so far.
     """
 
